@@ -1,0 +1,1 @@
+"""Everything with side effects: the command line, data, training, reports. Needs `pip install "opnorm[lab]"`."""

@@ -1,0 +1,40 @@
+"""`opnorm bench WHAT`: measurements, each a command that writes one JSON file. Losses are recorded beside wins."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from opnorm.lab.cli import Command, UsageError
+
+BENCHMARKS = {
+    "norms": Command("opnorm.lab.bench.norms", "tightness and time on the depthwise layers of a trained network"),
+    "small": Command("opnorm.lab.bench.small", "small inputs and large kernels, where the embedding alone is loose"),
+    "step": Command("opnorm.lab.bench.step", "what normalisation adds to a training step, next to other ways"),
+    "train": Command("opnorm.lab.bench.train", "the training loop, with data and logs, next to the bare step"),
+    "memory": Command("opnorm.lab.bench.memory", "peak memory and time of large layers, each in a process of its own"),
+    "peers": Command("opnorm.lab.bench.peers", "published methods and other packages: tightness, time, peak memory"),
+}
+
+START = """\
+opnorm bench: measurements of this library, written as JSON
+
+{commands}
+
+For example:
+  opnorm bench norms --weights mobilenetv2.safetensors --json results/norms_mobilenet_v2.json
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark that the first argument names."""
+    if not argv or argv[0] in ("-h", "--help"):
+        width = max(map(len, BENCHMARKS))
+        lines = (f"  {name:{width}}  {c.summary}" for name, c in BENCHMARKS.items())
+        print(START.format(commands="\n".join(lines)), end="")
+        return 0
+    if argv[0] not in BENCHMARKS:
+        raise UsageError(
+            f"expected a benchmark among {', '.join(BENCHMARKS)}, got {argv[0]!r}; see opnorm bench --help"
+        )
+    return int(importlib.import_module(BENCHMARKS[argv[0]].module).main(argv[1:]))
