@@ -71,6 +71,8 @@ def kill_and_compare(folder: Path, kills: list[signal.Signals], *, epochs: int, 
     for how in kills:
         killed(folder, "parts", how, chance)
     assert 0 < step_of(folder / "parts") < total, "the run was finished before the last kill"
+    for name in ("checkpoint.pt", "log.jsonl", "result.json"):  # as a kill in the midst of writing leaves them
+        (folder / "parts" / f"{name}.1.part").write_bytes(b"half")
     assert "going on after step" in left_alone(folder, "--resume", "parts")
     parts, whole = (folder / run / "model.safetensors" for run in ("parts", "whole"))
     assert parts.read_bytes() == whole.read_bytes()

@@ -118,7 +118,8 @@ def _begun(config: Train, argv: Sequence[str]) -> Sequence[str]:
 def _prepare(config: Train, argv: Sequence[str]) -> None:
     """Make the folder, and write what the run is, before anything of it exists."""
     folder = config.folder
-    checkpoint.remove_parts(folder / CHECKPOINT)
+    for name in (CONFIG, CHECKPOINT, NAME, *FILES):
+        checkpoint.remove_parts(folder / name)
     if config.resume is not None:
         return
     if (folder / CONFIG).exists() and not config.overwrite:
