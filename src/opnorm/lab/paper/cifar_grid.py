@@ -1,8 +1,8 @@
 """`opnorm reproduce cifar-grid`: table 1 of the paper, ds_resnet34 on CIFAR-10 by K, learning rate and scaling.
 
 The small profile is what two cores train in one to two hours. The published width of 64 leaves no room in that: a step
-of it was measured to take 1.3 seconds of a core, so that one epoch of a single batch of CIFAR-10, and its test, would be
-all of a run. A network of an eighth of the width takes 0.09 seconds a step, and 9 for an epoch with its test: eight
+of it was measured to take 1.3 seconds of a core, so that one epoch of a single batch of CIFAR-10, and its test, would
+be all of a run. A network of an eighth of the width takes 0.09 seconds a step, and 9 for an epoch with its test: eight
 epochs, which the milestones divide as they do the paper's 300, take 75 seconds, and 100 runs on two such cores an hour.
 On a machine that is busy or half as fast, two.
 """
@@ -19,14 +19,12 @@ import tyro
 
 from opnorm.lab.cli import UsageError
 from opnorm.lab.data import load_data
-from opnorm.lab.paper.cells import compute, forget_part
-from opnorm.lab.paper.options import read_options
-from opnorm.lab.paper.page import draw
+from opnorm.lab.paper.cells import Result, compute
+from opnorm.lab.paper.page import reproduce
 from opnorm.lab.paper.runs import Training, about_data, cell_of, check_runs, milestones, settings_of_all, trained
 from opnorm.lab.sweep_grid import Run, label_of, runs_of
 
 WHAT = "cifar-grid"
-PROGRAM = f"opnorm reproduce {WHAT}"
 SCALINGS = ("hard", "soft")
 PROFILES: dict[str, dict[str, Any]] = {
     "small": {"epochs": 8, "width": 8},
@@ -64,12 +62,7 @@ class CifarGrid(Training):
 
 def main(argv: Sequence[str]) -> int:
     """Train, collect, draw."""
-    options = read_options(CifarGrid, argv, PROGRAM, PROFILES)
-    code = run(options, ["reproduce", WHAT, *argv])
-    if code == 0:
-        forget_part(options.out, WHAT)
-        draw(options.out, options.docs, [WHAT])
-    return code
+    return reproduce(WHAT, CifarGrid, PROFILES, argv, run)
 
 
 def check(options: CifarGrid) -> None:
@@ -77,15 +70,15 @@ def check(options: CifarGrid) -> None:
     check_runs(options, grid(options))
 
 
-def run(options: CifarGrid, argv: Sequence[str]) -> int:
-    """Leave the result, once every run has ended; the exit code."""
+def run(options: CifarGrid, argv: Sequence[str]) -> Result | int:
+    """The result, once every run has ended; else the exit code."""
     check(options)
     data = load_data("cifar10", options.data_path, show=lambda _: None)
     code, entries = trained(grid(options), options.runs / WHAT, data, options, argv)
-    if code == 0:
-        cells: dict[str, Callable[[], Any]] = {_name(entry.run): partial(cell_of, entry) for entry in entries}
-        compute(WHAT, options, argv, cells, profiles=PROFILES, seed=options.seed, about=about_data(data))
-    return code
+    if code:
+        return code
+    cells: dict[str, Callable[[], Any]] = {_name(entry.run): partial(cell_of, entry) for entry in entries}
+    return compute(WHAT, options, argv, cells, profiles=PROFILES, seed=options.seed, about=about_data(data))
 
 
 def grid(options: CifarGrid) -> list[Run]:

@@ -16,7 +16,7 @@ from opnorm.lab.bench.timing import keep_memory
 from opnorm.lab.cli import UsageError, parse
 from opnorm.lab.paper import EXPERIMENTS
 from opnorm.lab.paper.cells import forget_part, part_path, read_result, result_path
-from opnorm.lab.paper.options import Options, read_options
+from opnorm.lab.paper.options import Options, WithImages, read_options
 from opnorm.lab.paper.page import draw
 from opnorm.lab.record import environment, write_json
 
@@ -25,7 +25,7 @@ PROGRAM = f"opnorm reproduce {WHAT}"
 
 
 @dataclass(frozen=True)
-class Everything(Options):
+class Everything(WithImages):
     """All figures and tables of the paper, one after the other, then the page. Repeat the command after a kill.
 
     What is missing for some of them is said before anything begins.
@@ -34,15 +34,8 @@ class Everything(Options):
       opnorm reproduce all --profile small --data-path cifar-10-batches-bin --weights mobilenetv2.safetensors
     """
 
-    data_path: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """Where CIFAR-10 is: a folder or an archive. Without it, CIFAR-10 is downloaded."""
-
     weights: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """The weights of a trained MobileNetV2, batch norm folded into the convolutions, .safetensors."""
-
-    images: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """ImageNet, or another folder with train and val, and in both one folder a class. In the small profile images are
-    made from CIFAR-10 without it."""
 
     without: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")] = ()
     """Experiments to leave out."""

@@ -11,18 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
 from torch import Tensor
 
 from opnorm.lab.cli import UsageError
 from opnorm.lab.data import Data, load_data
-from opnorm.lab.paper.cells import compute, forget_part
+from opnorm.lab.paper.cells import Result, compute
 from opnorm.lab.paper.image_folder import write_images
-from opnorm.lab.paper.options import read_options
-from opnorm.lab.paper.page import draw
+from opnorm.lab.paper.options import WithImages, require_images
+from opnorm.lab.paper.page import reproduce
 from opnorm.lab.paper.runs import Training, about_data, cell_of, check_runs, milestones, settings_of_all, trained
 from opnorm.lab.sweep_grid import Run, label_of, runs_of
 from opnorm.lab.sweep_state import Entry
@@ -31,7 +30,6 @@ from opnorm.lab.train_loop import TEST_BATCH, logits_of
 from opnorm.lab.trained import trained_in
 
 WHAT = "imagenet"
-PROGRAM = f"opnorm reproduce {WHAT}"
 TOP = 5
 PROFILES: dict[str, dict[str, Any]] = {
     "small": {"epochs": 3, "batch_size": 16, "image_size": 32},
@@ -40,7 +38,7 @@ PROFILES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class ImageNet(Training):
+class ImageNet(WithImages, Training):
     """Figure 3: MobileNetV2 with soft scaling, for each K its published learning rate and start of s.
 
     For example:
@@ -48,15 +46,8 @@ class ImageNet(Training):
       opnorm reproduce imagenet --profile paper --images imagenet
     """
 
-    images: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """A folder with train and val, and in both one folder a class. Without it, in the small profile: PNG files made
-    from images of CIFAR-10."""
-
-    data_path: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """Where CIFAR-10 is, a folder or an archive, where --images is not given."""
-
     made: int = 1000
-    """How many training images, and half as many test images, are made, where --images is not given."""
+    """How many training images, and half as many test images, are made as PNG files, where --images is not given."""
 
     epochs: int = 3
     """Of each run. The learning rate is divided by ten after each third of them."""
@@ -76,20 +67,12 @@ class ImageNet(Training):
 
 def main(argv: Sequence[str]) -> int:
     """Train, evaluate, draw."""
-    options = read_options(ImageNet, argv, PROGRAM, PROFILES)
-    code = run(options, ["reproduce", WHAT, *argv])
-    if code == 0:
-        forget_part(options.out, WHAT)
-        draw(options.out, options.docs, [WHAT])
-    return code
+    return reproduce(WHAT, ImageNet, PROFILES, argv, run)
 
 
 def check(options: ImageNet) -> None:
     """Refuse settings that no run can have, and images that are not there; those to be made, are."""
-    if options.images is None and options.profile == "paper":
-        raise UsageError("expected --images with a folder of images in the profile paper, got none; use ImageNet")
-    if options.images is not None and not options.images.is_dir():
-        raise UsageError(f"expected --images as a folder with train and val, got {options.images}, which is none")
+    require_images(options)
     if options.made < 20:
         raise UsageError(f"expected --made of at least 20, got {options.made}")
     if odd := [K for K in options.K if K not in IMAGENET]:
@@ -98,19 +81,18 @@ def check(options: ImageNet) -> None:
     check_runs(options, grid(options, folder_of(options)))
 
 
-def run(options: ImageNet, argv: Sequence[str]) -> int:
-    """Leave the result, once every run has ended; the exit code."""
+def run(options: ImageNet, argv: Sequence[str]) -> Result | int:
+    """The result, once every run has ended; else the exit code."""
     check(options)
     folder = folder_of(options)
     data = load_data("imagenet", folder, image_size=options.image_size, show=lambda _: None)
     code, entries = trained(grid(options, folder), options.runs / WHAT / folder.name, data, options, argv)
-    if code == 0:
-        cells: dict[str, Callable[[], Any]] = {
-            f"K = {label_of(entry.run.cell['K'])}": partial(measure, entry, data, options.torch_device)
-            for entry in entries
-        }
-        compute(WHAT, options, argv, cells, profiles=PROFILES, seed=options.seed, about=about_data(data))
-    return code
+    if code:
+        return code
+    cells: dict[str, Callable[[], Any]] = {
+        f"K = {label_of(entry.run.cell['K'])}": partial(measure, entry, data, options.torch_device) for entry in entries
+    }
+    return compute(WHAT, options, argv, cells, profiles=PROFILES, seed=options.seed, about=about_data(data))
 
 
 def grid(options: ImageNet, folder: Path) -> list[Run]:

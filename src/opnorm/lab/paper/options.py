@@ -48,6 +48,26 @@ class Options:
         return torch.device("cuda" if cuda else "cpu")
 
 
+@dataclass(frozen=True)
+class WithImages(Options):
+    """What an experiment can be told that is done on CIFAR-10, on files of images, or on files made from CIFAR-10."""
+
+    data_path: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """Where CIFAR-10 is: a folder or an archive. What batches are there are used. Without it, it is downloaded."""
+
+    images: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """ImageNet, or another folder with train and val, and in both one folder a class. Without it, in the small profile,
+    files are made from CIFAR-10."""
+
+
+def require_images(options: WithImages) -> None:
+    """Refuse images that are not there, and a published result from images that are made."""
+    if options.images is None and options.profile == "paper":
+        raise UsageError("expected --images with a folder of images in the profile paper, got none; use ImageNet")
+    if options.images is not None and not options.images.is_dir():
+        raise UsageError(f"expected --images as a folder with train and val, got {options.images}, which is none")
+
+
 Some = TypeVar("Some", bound=Options)
 
 

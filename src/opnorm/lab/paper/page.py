@@ -1,11 +1,14 @@
-"""`opnorm reproduce figures`: draws every figure, and writes its section of docs/results.md, from the results alone."""
+"""`opnorm reproduce figures`: draws every figure, and writes its section of docs/results.md, from the results alone.
+
+`reproduce` is what the experiments have in common: read the options, compute, draw.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,8 +18,9 @@ import tyro
 
 from opnorm.lab.checkpoint import write_bytes
 from opnorm.lab.cli import UsageError, parse
-from opnorm.lab.paper.cells import Result, read_result, result_path
+from opnorm.lab.paper.cells import Result, forget_part, read_result, result_path
 from opnorm.lab.paper.figures import FIGURES
+from opnorm.lab.paper.options import Profiles, Some, read_options
 from opnorm.lab.paper.sections import SECTIONS
 from opnorm.lab.record import write_text
 
@@ -43,6 +47,35 @@ def main(argv: Sequence[str]) -> int:
     options = parse(Figures, argv, "opnorm reproduce figures")
     if not draw(options.out, options.docs, FIGURES):
         raise UsageError(f"expected results in {options.out}, such as tightness.json, got none")
+    return 0
+
+
+def reproduce(
+    what: str,
+    kind: type[Some],
+    profiles: Profiles,
+    argv: Sequence[str],
+    run: Callable[[Some, Sequence[str]], Result | int],
+    show: Callable[[Result], None] | None = None,
+) -> int:
+    """Run an experiment, draw its figure and print what it found; the exit code.
+
+    Args:
+        what: its name.
+        kind: its options.
+        profiles: what these are in each profile.
+        argv: its arguments.
+        run: its result from the options and the arguments of `opnorm`; where there is none, the exit code.
+        show: how the result is printed.
+    """
+    options = read_options(kind, argv, f"opnorm reproduce {what}", profiles)
+    result = run(options, ["reproduce", what, *argv])
+    if isinstance(result, int):
+        return result
+    forget_part(options.out, what)
+    draw(options.out, options.docs, [what])
+    if show is not None:
+        show(result)
     return 0
 
 

@@ -19,12 +19,11 @@ from opnorm.lab.arguments import read_settings, read_shapes
 from opnorm.lab.bench.contenders import CONTENDERS, Refused
 from opnorm.lab.cli import UsageError, console_width
 from opnorm.lab.loading import build_model, load_checkpoint
-from opnorm.lab.paper.cells import Result, compute, forget_part
-from opnorm.lab.paper.options import Options, read_options
-from opnorm.lab.paper.page import draw
+from opnorm.lab.paper.cells import Result, compute
+from opnorm.lab.paper.options import Options
+from opnorm.lab.paper.page import reproduce
 
 WHAT = "pretrained"
-PROGRAM = f"opnorm reproduce {WHAT}"
 METHODS = {name: contender for name, contender in CONTENDERS.items() if contender.family != "package"}
 PROFILES: dict[str, dict[str, Any]] = {"small": {}, "paper": {}}  # minutes on two cores: nothing is left out
 
@@ -55,12 +54,7 @@ class Pretrained(Options):
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print, draw."""
-    options = read_options(Pretrained, argv, PROGRAM, PROFILES)
-    result = run(options, ["reproduce", WHAT, *argv])
-    forget_part(options.out, WHAT)
-    draw(options.out, options.docs, [WHAT])
-    show(result)
-    return 0
+    return reproduce(WHAT, Pretrained, PROFILES, argv, run, show)
 
 
 def check(options: Pretrained) -> None:

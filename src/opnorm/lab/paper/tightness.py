@@ -16,9 +16,9 @@ from opnorm import ConvGeometry, ConvOperator, FourierBound, auto
 from opnorm.bound import Method
 from opnorm.lab.cli import console_width
 from opnorm.lab.data import generator
-from opnorm.lab.paper.cells import Result, compute, forget_part
-from opnorm.lab.paper.options import Options, read_options
-from opnorm.lab.paper.page import draw
+from opnorm.lab.paper.cells import Result, compute
+from opnorm.lab.paper.options import Options
+from opnorm.lab.paper.page import reproduce
 from opnorm.lab.paper.truth import enclosed_norms, one_channel_each
 from opnorm.norms.baselines import Runkel2021
 
@@ -77,12 +77,7 @@ class Tightness(Options):
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print, draw."""
-    options = read_options(Tightness, argv, "opnorm reproduce tightness", PROFILES)
-    result = run(options, ["reproduce", WHAT, *argv])
-    forget_part(options.out, WHAT)
-    draw(options.out, options.docs, [WHAT])
-    show(result)
-    return 0
+    return reproduce(WHAT, Tightness, PROFILES, argv, run, show)
 
 
 def run(options: Tightness, argv: Sequence[str]) -> Result:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -18,10 +17,10 @@ from opnorm.lab.bench.timing import interleaved, keep_memory
 from opnorm.lab.bench.train import whole_batches
 from opnorm.lab.cli import UsageError, console_width
 from opnorm.lab.data import Data, load_data
-from opnorm.lab.paper.cells import Result, compute, forget_part
+from opnorm.lab.paper.cells import Result, compute
 from opnorm.lab.paper.image_folder import write_images
-from opnorm.lab.paper.options import Options, read_options
-from opnorm.lab.paper.page import draw
+from opnorm.lab.paper.options import WithImages, require_images
+from opnorm.lab.paper.page import reproduce
 from opnorm.lab.paper.timing_page import BARE, OURS, PAPER
 from opnorm.lab.train_config import Train, preset
 from opnorm.lab.train_loop import Progress, Record, Trainer
@@ -29,7 +28,6 @@ from opnorm.lab.train_model import build_network
 from opnorm.lab.train_parallel import fabric_for
 
 WHAT = "timing"
-PROGRAM = f"opnorm reproduce {WHAT}"
 RATE = 1e-4  # no run diverges, and power iteration stops where it started: the best that the paper's method can have
 PROFILES: dict[str, dict[str, Any]] = {
     "small": {"cifar_batch": 128, "imagenet_batch": 16, "rounds": 15},
@@ -38,7 +36,7 @@ PROFILES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Timing(Options):
+class Timing(WithImages):
     """Table 2: training steps with and without normalisation, data loading included, in turn in one process.
 
     For example:
@@ -46,16 +44,8 @@ class Timing(Options):
       opnorm reproduce timing --profile paper --data-path cifar-10-batches-bin --images imagenet --device cuda
     """
 
-    data_path: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """Where CIFAR-10 is: a folder or an archive, of which training batches may be missing. Without it, CIFAR-10 is
-    downloaded."""
-
-    images: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """A folder with train and val, and in both one folder a class, for MobileNetV2. Without it, in the small profile:
-    JPEG files of 500×375 pixels made from images of CIFAR-10."""
-
     made: int = 640
-    """How many files are made, where --images is not given."""
+    """How many JPEG files of 500×375 pixels are made for MobileNetV2, where --images is not given."""
 
     cifar_batch: int = 128
     """Images in a step of ds_resnet34."""
@@ -75,15 +65,7 @@ class Timing(Options):
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print, draw."""
-    options = read_options(Timing, argv, PROGRAM, PROFILES)
-    check(options)
-    if options.torch_device.type == "cpu":
-        keep_memory(["reproduce", WHAT, *argv])
-    result = run(options, ["reproduce", WHAT, *argv])
-    forget_part(options.out, WHAT)
-    draw(options.out, options.docs, [WHAT])
-    show(result)
-    return 0
+    return reproduce(WHAT, Timing, PROFILES, argv, run, show)
 
 
 def check(options: Timing) -> None:
@@ -92,8 +74,7 @@ def check(options: Timing) -> None:
         if getattr(options, name) < least:
             flag = name.replace("_", "-")
             raise UsageError(f"expected --{flag} of at least {least}, got {getattr(options, name)}")
-    if options.images is None and options.profile == "paper":
-        raise UsageError("expected --images with a folder of images in the profile paper, got none; use ImageNet")
+    require_images(options)
     found = {"cifar_batch": len(load_data("cifar10", options.data_path, show=_nothing).train.labels)}
     found["imagenet_batch"] = options.made
     if options.images is not None:
@@ -105,6 +86,9 @@ def check(options: Timing) -> None:
 
 def run(options: Timing, argv: Sequence[str]) -> Result:
     """The result, a network a cell, as far as it was not measured before a kill."""
+    check(options)
+    if options.torch_device.type == "cpu":
+        keep_memory(argv)
     cells: dict[str, Callable[[], Any]] = {
         "ds_resnet34": partial(measure_cifar, options),
         "mobilenet_v2": partial(measure_imagenet, options),
