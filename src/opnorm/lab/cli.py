@@ -13,7 +13,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 Config = TypeVar("Config")
@@ -75,10 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `opnorm` with these arguments; the exit code."""
     arguments = [*sys.argv[1:]] if argv is None else [*argv]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        width = max(map(len, COMMANDS))
-        print(
-            START.format(commands="\n".join(f"  {name:{width}}  {c.summary}" for name, c in COMMANDS.items())), end=""
-        )
+        print(START.format(commands=_summaries(COMMANDS)), end="")
         return 0
     if arguments[0] == "--version":
         from opnorm import __version__
@@ -89,6 +86,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         return _fail("opnorm", f"expected a command among {', '.join(COMMANDS)}, got {name!r}; see opnorm --help")
     return run(f"opnorm {name}", lambda: importlib.import_module(COMMANDS[name].module).main(rest))
+
+
+def choose(argv: Sequence[str], commands: Mapping[str, Command], start: str, program: str) -> int:
+    """Run the one of a command's own commands that the first argument names; without one, print `start`."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(start.format(commands=_summaries(commands)), end="")
+        return 0
+    if argv[0] not in commands:
+        raise UsageError(f"expected one of {', '.join(commands)}, got {argv[0]!r}; see {program} --help")
+    return int(importlib.import_module(commands[argv[0]].module).main(argv[1:]))
 
 
 def run(program: str, command: Callable[[], int]) -> int:
@@ -167,6 +174,11 @@ def _one_line(boxed: str) -> str:
 def _choices(quoted: str) -> str:
     """`"'upper', 'None', 'exact'"`, in no order, as `"exact, upper"`: None is what leaving the option out means."""
     return ", ".join(sorted({*re.findall(r"'([^']*)'", quoted)} - {"None"}))
+
+
+def _summaries(commands: Mapping[str, Command]) -> str:
+    width = max(map(len, commands))
+    return "\n".join(f"  {name:{width}}  {command.summary}" for name, command in commands.items())
 
 
 def _joined(text: str) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 
-from opnorm.lab.cli import Command, UsageError
+from opnorm.lab.cli import Command, choose
 
 BENCHMARKS = {
     "norms": Command("opnorm.lab.bench.norms", "tightness and time on the depthwise layers of a trained network"),
@@ -28,13 +27,4 @@ For example:
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark that the first argument names."""
-    if not argv or argv[0] in ("-h", "--help"):
-        width = max(map(len, BENCHMARKS))
-        lines = (f"  {name:{width}}  {c.summary}" for name, c in BENCHMARKS.items())
-        print(START.format(commands="\n".join(lines)), end="")
-        return 0
-    if argv[0] not in BENCHMARKS:
-        raise UsageError(
-            f"expected a benchmark among {', '.join(BENCHMARKS)}, got {argv[0]!r}; see opnorm bench --help"
-        )
-    return int(importlib.import_module(BENCHMARKS[argv[0]].module).main(argv[1:]))
+    return choose(argv, BENCHMARKS, START, "opnorm bench")

@@ -3,8 +3,8 @@
 An experiment is a line in `EXPERIMENTS` and a module with
 
 * one subclass of `Options`, and `PROFILES`, what the options are in each profile;
-* `main(argv)`, which goes on where it was killed, and leaves `NAME.json`, of the name in `EXPERIMENTS`, as its last act
-  but for drawing;
+* `main(argv)`, by `page.reproduce`, which goes on where it was killed, and leaves `NAME.json`, of the name in
+  `EXPERIMENTS`, as its last act but for drawing;
 * where it needs data, `check(options)`: a `UsageError` says what is missing, in seconds, before anything long.
 
 Its figure, its section of the page and the claims under the figure are functions of that file, under the same name in
@@ -13,10 +13,9 @@ Its figure, its section of the page and the claims under the figure are function
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 
-from opnorm.lab.cli import Command, UsageError
+from opnorm.lab.cli import Command, choose
 
 EXPERIMENTS = {
     "tightness": Command("opnorm.lab.paper.tightness", "figure 2: how far bounds lie above the norm, by resolution"),
@@ -45,12 +44,4 @@ For example:
 
 def main(argv: Sequence[str]) -> int:
     """Run what the first argument names."""
-    known = EXPERIMENTS | OTHERS
-    if not argv or argv[0] in ("-h", "--help"):
-        width = max(map(len, known))
-        lines = (f"  {name:{width}}  {c.summary}" for name, c in known.items())
-        print(START.format(commands="\n".join(lines)), end="")
-        return 0
-    if argv[0] not in known:
-        raise UsageError(f"expected what to reproduce among {', '.join(known)}, got {argv[0]!r}; see opnorm reproduce")
-    return int(importlib.import_module(known[argv[0]].module).main(argv[1:]))
+    return choose(argv, EXPERIMENTS | OTHERS, START, "opnorm reproduce")
