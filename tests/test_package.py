@@ -64,12 +64,13 @@ class TestImport:
         assert not [name for name in new if name.startswith("opnorm.lab")]
         assert {name.partition(".")[0] for name in new} - sys.stdlib_module_names <= {"opnorm", "torch"}
 
-    def test_import_takes_under_a_tenth_of_a_second_more_than_torch(self) -> None:
+    def test_import_takes_under_a_tenth_of_the_time_of_torch(self) -> None:
+        """Of the processor, and beside torch, so that it is the same on a machine that is slow or at something else."""
         code = (
-            "import torch, time, json; start = time.perf_counter(); import opnorm\n"
-            "print(json.dumps(time.perf_counter() - start))"
+            "import time, json; start = time.process_time(); import torch; after = time.process_time(); import opnorm\n"
+            "print(json.dumps((time.process_time() - after) / (after - start)))"
         )
-        assert any(in_new_process(code) < 0.1 for _ in range(3))  # three tries: the machine may be at something else
+        assert any(in_new_process(code) < 0.1 for _ in range(3))  # the first may have to compile ours, and torch not
 
     @pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(SOURCE)))
     def test_only_main_imports_lab(self, path: Path) -> None:
