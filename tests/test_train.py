@@ -450,6 +450,30 @@ class TestGoingOn:
         assert weights("run") == before
         assert "test accuracy" in outcome.out
 
+    def test_a_result_names_the_commit_that_began_it_and_others(
+        self, train: Command, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def commit(name: str) -> None:
+            for module in ("record", "train"):
+                monkeypatch.setattr(f"opnorm.lab.{module}.commit", lambda: name)
+
+        commit("first")
+        assert train("--out", "whole", "--epochs", "1").code == 0
+        assert result("whole")["environment"] == json.loads(Path("whole/config.json").read_text())["environment"]
+        assert not {"resumed", "ended"} & result("whole").keys()
+        stop_at(3, monkeypatch, lambda: commit("third"))  # the files change, and not the code that runs
+        assert train("--out", "moved", "--epochs", "1").code == 0
+        assert (result("moved")["environment"]["commit"], result("moved")["ended"]) == ("first", {"commit": "third"})
+        stop_at(4, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert train("--out", "parts").code == 128 + signal.SIGTERM
+        for name in ("third", "third", "second"):
+            commit(name)
+            assert train("--resume", "parts", tiny=False).code == 0
+        found = result("parts")
+        assert "opnorm train --arg" in found["environment"]["command"] and found["environment"]["commit"] == "third"
+        assert [e["commit"] for e in found["resumed"]] == ["second"] and "ended" not in found
+        assert "--resume parts" in found["resumed"][0]["command"]
+
     def test_settings_of_a_run_cannot_change(self, train: Command) -> None:
         assert train("--out", "run", "--epochs", "1").code == 0
         outcome = train("--resume", "run", "--lr", "0.5", "--K-per", "layer", tiny=False)

@@ -67,6 +67,15 @@ class TestText:
         assert {name: row["factor"] for name, row in rows.items()} == result["scales"]
         assert [rows[name]["limit"] for name in ("0.depthwise", "0.pointwise", "5")] == [2.0, 2.0, 4.0]
 
+    def test_the_page_names_the_commits_that_went_on(self, runs: dict[str, Path]) -> None:
+        begun = facts(runs["soft"])["environment"] | {"opnorm": "1", "commit": "a" * 40}
+        again, other = begun | {"seed": 1}, begun | {"commit": "b" * 40 + "+changes"}
+        text = f"This command repeats it, with opnorm 1, commit {'a' * 12}."
+        later = f" What was resumed was computed with opnorm 1, commit {'b' * 12} with changes."
+        for resumed, expected in (([again], text), ([other, again, other], text + later)):
+            result = facts(runs["soft"]) | {"environment": begun, "resumed": resumed}
+            assert data_of(run_page(result, None))["shown"]["repeat"] == expected
+
     def test_a_pair_that_is_bounded_as_one_has_the_K_of_both(self, runs: dict[str, Path]) -> None:
         rows = {row["name"]: row for row in data_of(page_of(runs["joint"]))["shown"]["layers"]}
         assert rows["2.depthwise → 2.pointwise"]["limit"] == pytest.approx(1.0)

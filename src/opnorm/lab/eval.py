@@ -144,7 +144,8 @@ def _result(config: Eval, run: Trained | None, data: Data, model: nn.Module) -> 
         parameters = sum(p.numel() for p in model.parameters())
         return {"model": config.run, "checkpoint": config.checkpoint, "parameters": parameters} | facts
     own = config.data is None and config.data_path is None
-    kept = {k: v for k, v in run.result.items() if own or k != "history"}
+    left = {"resumed", "ended"} if own else {"resumed", "ended", "history"}
+    kept = {k: v for k, v in run.result.items() if k not in left}
     return kept | facts | {"trained_by": run.result["environment"]["command"]}
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lightning_fabric import Fabric
 
 from opnorm.lab import checkpoint
 from opnorm.lab.cli import UsageError
 from opnorm.lab.data import Data, load_data
-from opnorm.lab.record import environment, write_json
+from opnorm.lab.record import commit, environment, write_json
+from opnorm.lab.resumed import resumed
 from opnorm.lab.train_config import PROGRAM, Train, from_dict, read_config
 from opnorm.lab.train_log import NAME, Logs
 from opnorm.lab.train_loop import Diverged, Interrupted, Trainer
@@ -77,7 +78,7 @@ def _train(config: Train, data: Data, network: Network, fabric: Fabric, argv: Se
     with gathered(network.model):
         if not first:
             return 0
-        result = report(config, data, network, trainer.progress, _begun(config, argv), diverged)
+        result = report(config, data, network, trainer.progress, _begun(config), diverged)
     for line in [*summary(result, data), f"written to {config.folder}; the page of the run is {config.folder / PAGE}"]:
         screen.say(line)
     return DIVERGED if diverged else 0
@@ -107,20 +108,26 @@ def _resumed(argv: Sequence[str]) -> Path | None:
     return None
 
 
-def _begun(config: Train, argv: Sequence[str]) -> Sequence[str]:
-    """The arguments that began the run, which repeat it; those of --resume do not."""
-    if config.resume is None:
-        return argv
-    begun = json.loads((config.folder / CONFIG).read_text(encoding="utf-8"))["environment"]["command"]
-    return shlex.split(begun)[2:]
+def _begun(config: Train) -> dict[str, Any]:
+    """By what command, commit and machine the run was begun, and by which others it was gone on with.
+
+    The command and the commit of the beginning repeat the run; those of --resume, and of its end, do not. A commit that
+    the files have come to since, which is not the one that was loaded, is named too.
+    """
+    content = json.loads((config.folder / CONFIG).read_text(encoding="utf-8"))
+    begun = {name: content[name] for name in ("environment", "resumed") if name in content}
+    last, ended = [begun["environment"], *begun.get("resumed", ())][-1], commit()
+    return begun if ended == last["commit"] else begun | {"ended": {"commit": ended}}
 
 
 def _prepare(config: Train, argv: Sequence[str]) -> None:
-    """Make the folder, and write what the run is, before anything of it exists."""
+    """Make the folder, and write what the run is, before anything of it exists; or by what else it goes on."""
     folder = config.folder
     for name in (CONFIG, CHECKPOINT, NAME, *FILES):
         checkpoint.remove_parts(folder / name)
+    now = environment(["train", *argv], config.seed)
     if config.resume is not None:
+        write_json(folder / CONFIG, resumed(json.loads((folder / CONFIG).read_text(encoding="utf-8")), now))
         return
     if (folder / CONFIG).exists() and not config.overwrite:
         raise UsageError(
@@ -132,7 +139,7 @@ def _prepare(config: Train, argv: Sequence[str]) -> None:
     events = folder.glob("events.out.tfevents.*")
     for old in (folder / CHECKPOINT, folder / NAME, *(folder / name for name in FILES), *events):
         old.unlink(missing_ok=True)
-    write_json(folder / CONFIG, {"config": config.to_dict(), "environment": environment(["train", *argv], config.seed)})
+    write_json(folder / CONFIG, {"config": config.to_dict(), "environment": now})
 
 
 def _introduce(screen: Screen, config: Train, data: Data, network: Network, trainer: Trainer) -> None:

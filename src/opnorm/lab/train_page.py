@@ -94,13 +94,19 @@ def _confused(result: Facts) -> list[tuple[str, str, int]]:
 
 def _commands(result: Facts) -> dict[str, Any]:
     environment = result["environment"]
-    commit, _, changes = (environment["commit"] or "").partition("+")
-    version = f"opnorm {environment['opnorm']}" + (f", commit {commit[:12]}" if commit else "")
-    version += " with changes" if changes else ""
+    version = _version(environment)
     if "trained_by" in result:
         text = f"The first command found this, of the run that the second began; {version}."
         return {"repeat": text, "commands": [environment["command"], result["trained_by"]]}
-    return {"repeat": f"This command repeats it, with {version}.", "commands": [environment["command"]]}
+    others = [v for v in dict.fromkeys(map(_version, result.get("resumed", ()))) if v != version]
+    later = f" What was resumed was computed with {' and '.join(others)}." if others else ""
+    return {"repeat": f"This command repeats it, with {version}.{later}", "commands": [environment["command"]]}
+
+
+def _version(environment: Facts) -> str:
+    commit, _, changes = (environment["commit"] or "").partition("+")
+    version = f"opnorm {environment['opnorm']}" + (f", commit {commit[:12]}" if commit else "")
+    return version + (" with changes" if changes else "")
 
 
 def _text(value: Any) -> str:

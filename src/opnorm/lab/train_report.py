@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from opnorm.certify import Certificate, above
 from opnorm.lab.checkpoint import write_bytes
 from opnorm.lab.data import Data
-from opnorm.lab.record import environment, write_json, write_text
+from opnorm.lab.record import write_json, write_text
 from opnorm.lab.train_config import Train
 from opnorm.lab.train_loop import TEST_BATCH, Progress, Record, certificate_of, logits_of, reason_of
 from opnorm.lab.train_model import Network
@@ -28,7 +28,7 @@ POINTS = 100  # of the curve of the certified accuracy
 
 
 def report(
-    config: Train, data: Data, network: Network, progress: Progress, argv: Sequence[str], diverged: str | None
+    config: Train, data: Data, network: Network, progress: Progress, begun: Mapping[str, Any], diverged: str | None
 ) -> dict[str, Any]:
     """Measure the network at the end of its run, write everything into the run's folder, and return the result."""
     result: dict[str, Any] = {
@@ -36,7 +36,7 @@ def report(
         "reason": diverged,
         "model": config.model,
         "config": config.to_dict(),
-        "environment": environment(["train", *argv], config.seed),
+        **begun,
         "K_per": network.K_per if config.normalize else None,
         "data": facts_of(data),
         "parameters": sum(p.numel() for p in network.bare.parameters()),

@@ -13,9 +13,9 @@ from opnorm.lab.checkpoint import remove_parts
 from opnorm.lab.cli import UsageError
 from opnorm.lab.paper.options import Options, Profiles, settings_of
 from opnorm.lab.record import environment, plain, write_json
+from opnorm.lab.resumed import resumed
 
 Result = dict[str, Any]
-MACHINE = ("commit", "torch", "processor", "cores", "threads", "gpu")  # what may have changed when a run goes on
 
 
 def result_path(out: Path, what: str) -> Path:
@@ -106,10 +106,7 @@ def _begin(
             f"expected to go on with {part}, got another {' and '.join(odd)}; repeat its command, "
             f"{found['environment']['command']}, or begin again with --restart"
         )
-    last = [found["environment"], *found.get("resumed", ())][-1]
-    if any(now[name] != last[name] for name in MACHINE):
-        found["resumed"] = [*found.get("resumed", ()), now]
-    return found
+    return resumed(found, now)
 
 
 def _read(path: Path) -> Result | None:

@@ -97,7 +97,8 @@ def cell_of(entry: Entry) -> dict[str, Any]:
     """What a result says of a run; with its command and its commit the run can be repeated."""
     result = entry.result() or {}
     last: Mapping[str, Any] = result["history"][-1] if result.get("history") else {}
-    return entry.row() | {"train_accuracy": last.get("train_accuracy"), "K_per": result.get("K_per")}
+    others = {name: result[name] for name in ("resumed", "ended") if name in result}
+    return entry.row() | {"train_accuracy": last.get("train_accuracy"), "K_per": result.get("K_per")} | others
 
 
 def _classes(facts: Mapping[str, Any]) -> dict[str, int]:
