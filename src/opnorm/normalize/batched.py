@@ -14,7 +14,7 @@ from opnorm.bound import Method
 from opnorm.geometry import ConvGeometry
 from opnorm.normalize.maps import Convolution, Matrix
 from opnorm.normalize.measure import Channels, Iterated, Measured, host_may_look, proved
-from opnorm.normalize.screening import Layer, largest
+from opnorm.normalize.screening import Form, largest
 from opnorm.normalize.shards import Rows, reduced
 from opnorm.normalize.units import Kinds, Unit
 from opnorm.norms.fourier import FourierBound
@@ -54,14 +54,13 @@ def _screens(unit: Unit, rows: Rows) -> bool:
 
 def _screened(units: Sequence[Unit], rows: dict[Unit, Rows]) -> Results:
     """The largest channel of each layer, without the others' norms."""
-    calls: list[tuple[Unit, Layer]] = []
+    calls: list[tuple[Unit, Form]] = []
     for unit in units:
-        measure, weight = unit.measure, rows[unit].tensor
-        assert isinstance(measure, Channels)
-        pairs = zip(measure.geometries, measure.grids, strict=True)
-        calls += [(unit, Layer.of(weight, g, own, coarse)) for g, (own, coarse) in pairs]
+        assert isinstance(unit.measure, Channels)
+        calls += [(unit, form) for form in unit.measure.forms]
+    norms = largest([form for _, form in calls], [rows[unit].tensor for unit, _ in calls])
     found: dict[Unit, list[Tensor]] = defaultdict(list)
-    for (unit, _), value in zip(calls, largest([layer for _, layer in calls]), strict=True):
+    for (unit, _), value in zip(calls, norms, strict=True):
         found[unit].append(value)
     return {unit: Measured(torch.stack(v).amax() if len(v) > 1 else v[0]) for unit, v in found.items()}
 
@@ -119,22 +118,22 @@ def _placed(unit: Unit, rows: Rows, channels: Tensor | None) -> Tensor:
 
 @dataclass
 class _State:
-    """One power iteration among many."""
+    """One power iteration among many; lengths, sizes and residuals are those of `advance`."""
 
     unit: Unit
     linear: Matrix | Convolution
     group: Any
     vector: Tensor
-    length: Tensor | None = None
-    size: Tensor | None = None
-    residual: Tensor | None = None
+    length: Tensor
+    size: Tensor
+    residual: Tensor
 
 
 def _iterated(
     units: Sequence[Unit], rows: dict[Unit, Rows], results: Results, counts: dict[Unit, int] | None, eps: float | None
 ) -> Results:
     states = [_begin(unit, rows[unit], results) for unit in units]
-    todo, done = list(states), 0
+    todo, done = states, 0
     while todo:
         _advance(todo)
         done += 1
@@ -152,8 +151,8 @@ def _begin(unit: Unit, rows: Rows, results: Results) -> _State:
         columns = relative(unit.before, results)
     group = rows.group if measure.is_matrix else None  # a dense convolution is gathered
     wide = torch.promote_types(rows.tensor.dtype, torch.float32)
-    weight = (rows.tensor if measure.is_matrix else rows.whole()).to(wide)
-    return _State(unit, measure.map(weight, columns), group, vector.to(wide))
+    weight, v = (rows.tensor if measure.is_matrix else rows.whole()).to(wide), vector.to(wide)
+    return _State(unit, measure.map(weight, columns), group, v, v, v, v)  # lengths are found by the first iteration
 
 
 def relative(before: Unit, results: Results) -> Tensor:
@@ -166,39 +165,38 @@ def relative(before: Unit, results: Results) -> Tensor:
 
 
 def _advance(states: list[_State]) -> None:
-    """One power iteration of each, as `measure.advance` does it for one."""
-    groups = [s.group for s in states]
-    start = list(torch._foreach_div([s.vector for s in states], _norms([s.vector for s in states])))
+    """One power iteration of each, as `measure.advance` does it for one.
+
+    Norms are added up in float64, since squares of small numbers vanish; what is done with them is done for all states
+    at once.
+    """
+    groups, dtype = [s.group for s in states], states[0].vector.dtype
+    start = torch._foreach_div([s.vector for s in states], _norms([s.vector for s in states]).to(dtype).unbind())
     images = [s.linear.matvec(v) for s, v in zip(states, start, strict=True)]
     lengths = _norms(images)
     if any(g is not None for g in groups):
-        lengths = [x.sqrt() for x in reduced([x.square() for x in lengths], groups)]
-    safe = _safe(lengths)
-    torch._foreach_div_(images, safe)
+        lengths = torch.stack([x.sqrt() for x in reduced([*lengths.square().unbind()], groups)])
+    safe = torch.where(lengths > 0, lengths, 1.0)
+    torch._foreach_div_(images, safe.to(dtype).unbind())
     backs = reduced([s.linear.rmatvec(y) for s, y in zip(states, images, strict=True)], groups)
-    rests = _norms(list(torch._foreach_sub(backs, torch._foreach_mul(start, lengths))))
     sizes = _norms(backs)
-    zero = torch.stack(sizes) == 0
-    moved = torch._foreach_div(backs, _safe(sizes))
-    moved = torch._foreach_addcmul(moved, start, list(zero.to(moved[0].dtype).unbind()))  # where A is zero, v stays
-    for s, v, length, size, rest, by in zip(states, moved, lengths, sizes, rests, safe, strict=True):
-        s.vector, s.length, s.size, s.residual = v, length, size, rest / by
+    rests = _norms(torch._foreach_sub(backs, torch._foreach_mul(start, lengths.to(dtype).unbind())))
+    moved = torch._foreach_div(backs, torch.where(sizes > 0, sizes, 1.0).to(dtype).unbind())
+    torch._foreach_addcmul_(moved, start, (sizes == 0).to(dtype).unbind())  # where A is zero, v stays
+    found = torch.stack([lengths, sizes, rests / safe]).to(dtype).unbind(1)
+    for state, vector, values in zip(states, moved, found, strict=True):
+        state.vector = vector
+        state.length, state.size, state.residual = values.unbind()
 
 
-def _norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Euclidean norms, added up in float64, since squares of small numbers vanish."""
-    return [n.to(t.dtype) for n, t in zip(torch._foreach_norm(tensors, 2, torch.float64), tensors, strict=True)]
-
-
-def _safe(values: list[Tensor]) -> list[Tensor]:
-    stacked = torch.stack(values)
-    return list(torch.where(stacked > 0, stacked, 1.0).unbind())
+def _norms(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    """Euclidean norms (tensors,), in float64."""
+    return torch.stack(torch._foreach_norm(tensors, 2, torch.float64))
 
 
 def _unfinished(states: list[_State], done: int, eps: float | None) -> list[_State]:
-    values = torch.stack([s.residual for s in states if s.residual is not None]).tolist()
     left = []
-    for state, value in zip(states, values, strict=True):
+    for state, value in zip(states, torch.stack([s.residual for s in states]).tolist(), strict=True):
         method = state.unit.measure.method
         enough = method.eps if eps is None else eps  # type: ignore[attr-defined]
         if value > enough and done < method.max_iter:  # type: ignore[attr-defined]
@@ -212,7 +210,7 @@ def _measured(states: list[_State], rows: dict[Unit, Rows]) -> Results:
     plain: list[_State] = []
     for s in states:
         measure = s.unit.measure
-        assert isinstance(measure, Iterated) and s.size is not None
+        assert isinstance(measure, Iterated)
         if measure.method.prove and isinstance(s.linear, Matrix):
             matrix = rows[s.unit].whole().flatten(1).to(s.vector.dtype)
             sigma = proved(Matrix(matrix, s.linear.columns).dense(), s.size, measure.method.eps)
@@ -220,9 +218,9 @@ def _measured(states: list[_State], rows: dict[Unit, Rows]) -> Results:
         else:
             plain.append(s)
     if plain:
-        lengths = torch.stack([s.length for s in plain if s.length is not None])
-        residuals = torch.stack([s.residual for s in plain if s.residual is not None])
-        for s, sigma, residual in zip(plain, lengths * (1 + residuals).sqrt(), residuals, strict=True):
+        residuals = torch.stack([s.residual for s in plain])
+        sigmas = torch.stack([s.length for s in plain]) * (1 + residuals).sqrt()
+        for s, sigma in zip(plain, sigmas.unbind(), strict=True):
             factor = s.unit.measure.factor  # type: ignore[attr-defined]
-            results[s.unit] = Measured(sigma if factor == 1 else factor * sigma, None, s.vector, residual)
+            results[s.unit] = Measured(sigma if factor == 1 else factor * sigma, None, s.vector, s.residual)
     return results

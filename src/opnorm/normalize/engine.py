@@ -116,7 +116,7 @@ def _norms(units: list[Unit], results: Results) -> Tensor:
     A scale that is sharded is not looked at: a single rank has it, and would leave the others waiting.
     """
     sigma = torch.stack([results[u].sigma for u in units])
-    last = torch.stack([u.scale.last[0] for u in units]).to(sigma)
+    last = torch.cat([u.scale.last for u in units]).view(-1, 2)[:, 0].to(sigma)
     capped = [u.scale.scaling == "cap" for u in units]
     lost = (sigma == 0) & (last != 0)
     if any(capped):
@@ -165,10 +165,12 @@ def _write(units: list[Unit], rows: dict[Unit, Rows], results: Results, sigma: T
     if kept:
         torch._foreach_copy_([u.scale.last for u, _ in kept], [v for _, v in kept])
         torch._foreach_add_([u.scale.steps for u, _ in kept], 1)
-    for unit, _ in kept:
-        vector, state = results[unit].vector, unit.scale.vector
-        if vector is not None and state is not None:
-            state.copy_(vector if good is None else torch.where(good, vector, state))
+    moved = [(u.scale.vector, results[u].vector) for u, _ in kept]
+    pairs = [(state, v) for state, v in moved if state is not None and v is not None]
+    if pairs:
+        states, vectors = zip(*pairs, strict=True)
+        found = vectors if good is None else [torch.where(good, v, s) for s, v in pairs]
+        torch._foreach_copy_(states, found)
     for unit in units:
         if not unit.weight.requires_grad:
             unit.seen = unit.weight._version

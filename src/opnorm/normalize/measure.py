@@ -16,7 +16,7 @@ from torch import Tensor
 from opnorm.bound import Guarantee, Method, rounded_up
 from opnorm.geometry import ConvGeometry
 from opnorm.normalize.maps import Convolution, Layout, Matrix
-from opnorm.normalize.screening import Grids, coarse_grids
+from opnorm.normalize.screening import Form
 from opnorm.normalize.spectra import largest_response
 from opnorm.norms.fourier import FourierBound
 from opnorm.norms.functional import operator_norm
@@ -79,9 +79,9 @@ class Channels(Measure):
     method: FourierBound
 
     @cached_property
-    def grids(self) -> list[tuple[Grids, Grids]]:
-        """The grids of each geometry: its own, and the coarse one that bounds every size."""
-        return [(self.method.grids(g), coarse_grids(g)) for g in self.geometries]
+    def forms(self) -> list[Form]:
+        """What `screening` needs to know of each geometry."""
+        return [Form.of(g, self.method.grids(g)) for g in self.geometries]
 
     @property
     def wants_largest_only(self) -> bool:

@@ -1,18 +1,20 @@
 """The largest channel of each depthwise layer, found without looking at every channel closely; for CPUs.
 
-A grid of 9 points an axis (3 taps) bounds every channel at once, 14 % too high at most. The few largest are then
-bounded on the layer's own grid, and after them only those whose first bound still exceeds the best value: on most
-layers none. The result is the same as if all channels had been bounded on the own grid, since the first bound is never
-below that. How many are left depends on values, which a GPU would have to send to the host.
+A coarse grid bounds every channel at once, 14 % too high at most. The few largest are then bounded on the layer's own
+grid, and after them only those whose first bound still exceeds the best value: on most layers none. The result is the
+same as if all channels had been bounded on the own grid, since the first bound is never below that. How many are left
+depends on values, which a GPU would have to send to the host.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,109 +22,135 @@ from torch import Tensor
 from opnorm.bound import rounded_up, roundoff, working_weight
 from opnorm.geometry import ConvGeometry
 from opnorm.norms.embedding import AxisGrid, axis_grid
-from opnorm.norms.groups import group_weights
 from opnorm.norms.spectrum import phase_angles, scalar_peaks
 
 Grids = tuple[AxisGrid, ...]
 COARSE = 0.068  # an axis
 FIRST = 8
-WORKSPACE = 2**21
+WORKSPACE = 2**21  # bytes
+BLOCK = 2**19  # bytes, few enough for a cache
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
-    """The kernels (channels, members, taps) of a layer, the grids on which they are bounded, and on which all are."""
+class Form:
+    """All of a layer but its weight: how many channels and kernels in each, its own grid, and a coarse one."""
 
-    kernels: Tensor
+    channels: int
+    members: int
     own: Grids
     coarse: Grids
 
     @classmethod
-    def of(cls, weight: Tensor, geometry: ConvGeometry, own: Grids, coarse: Grids) -> Layer:
-        """In at least float32."""
-        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        return cls(group_weights(wide, geometry).flatten(3).flatten(1, 2), own, coarse)
+    def of(cls, geometry: ConvGeometry, own: Grids) -> Form:
+        """The form of a layer; the coarse grid bounds inputs of any size."""
+        members = math.prod(geometry.weight_shape[:2]) // geometry.groups
+        coarse = tuple(axis_grid(a._replace(inputs=None, outputs=None), COARSE) for a in geometry.axes)
+        return cls(geometry.groups, members, own, coarse)
 
 
-def coarse_grids(geometry: ConvGeometry) -> Grids:
-    """The grids that bound a layer on inputs of any size."""
-    return tuple(axis_grid(a._replace(inputs=None, outputs=None), COARSE) for a in geometry.axes)
-
-
-def largest(layers: Sequence[Layer]) -> list[Tensor]:
-    """The norm of each layer, rounded up."""
-    stacks: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for i, layer in enumerate(layers):
-        stacks[layer.coarse, layer.kernels.shape[1], layer.kernels.dtype].append(i)
+def largest(forms: Sequence[Form], weights: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each layer, rounded up, in at least float32."""
     found: dict[int, Tensor] = {}
-    for indices in stacks.values():
-        ordered = sorted(indices, key=lambda i: hash(layers[i].own))  # those with one grid lie together
-        found |= zip(ordered, _largest([layers[i] for i in ordered]).unbind(), strict=True)
-    return [found[i] for i in range(len(layers))]
+    for numbers, stack in _stacks(tuple(forms)):
+        kernels = torch.cat([weights[i].reshape(forms[i].channels, forms[i].members, -1) for i in numbers])
+        wide = kernels.to(torch.promote_types(kernels.dtype, torch.float32))
+        found |= zip(numbers, stack.norms(wide).unbind(), strict=True)
+    return [found[i] for i in range(len(forms))]
 
 
-def _largest(layers: list[Layer]) -> Tensor:
-    stack = _Stack(layers)
-    upper = stack.coarse_bounds(layers[0].coarse)
-    parts = zip(stack.starts, upper.split(stack.sizes), strict=True)
-    first = [start + p.topk(min(FIRST, len(p)), sorted=False).indices for start, p in parts]
-    best = torch.stack([values.amax() for values in stack.own_bounds(first)])
-    upper[torch.cat(first)] = 0
-    lengths = torch.tensor(stack.sizes)
-    left = (upper > best.repeat_interleave(lengths)).nonzero().flatten()
-    if not len(left):
-        return best
-    ends = torch.tensor(stack.starts) + lengths
-    counts = torch.searchsorted(left, ends).diff(prepend=torch.zeros(1, dtype=torch.int64)).tolist()
-    rest = stack.own_bounds(left.split(counts))
-    return torch.stack([torch.cat([b[None], r]).amax() for b, r in zip(best, rest, strict=True)])
+@lru_cache(maxsize=64)
+def _stacks(forms: tuple[Form, ...]) -> list[tuple[list[int], _Stack]]:
+    """Layers that can be looked at together: their numbers, in the order in which they are stacked."""
+    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for number, form in enumerate(forms):
+        alike[form.coarse, form.members].append(number)
+    orders = [sorted(some, key=lambda i: (hash(forms[i].own), forms[i].channels)) for some in alike.values()]
+    return [(order, _Stack([forms[i] for i in order])) for order in orders]
 
 
-@cache
-def _waves(grids: Grids, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float]:
-    """(taps, cosines then sines) at the points of one-phase grids, and the factor that bounds all frequencies."""
-    angles = phase_angles(grids)[0]  # (points, dim)
-    taps = torch.cartesian_prod(*(torch.arange(g.kernel, dtype=torch.float64) for g in grids)).view(-1, len(grids))
-    turns = taps @ angles.T
-    return torch.cat([turns.cos(), turns.sin()], 1).to(device, dtype), math.prod(g.factor for g in grids) * (1 + 1e-6)
+class _Run(NamedTuple):
+    """Layers with one grid and one number of channels, next to each other, and the first channel of each."""
+
+    own: Grids
+    channels: int
+    starts: Tensor  # (layers,)
+
+    def largest(self, upper: Tensor) -> Tensor:
+        """The channels of largest bound of each layer, one layer after the other."""
+        first, count = int(self.starts[0]), len(self.starts)
+        mine = upper[first : first + count * self.channels].view(count, -1)
+        return (mine.topk(min(FIRST, self.channels), 1, sorted=False).indices + self.starts[:, None]).flatten()
 
 
 class _Stack:
-    """Layers on the channel axis; those with the same own grid lie together."""
+    """Layers on the channel axis, run by run."""
 
-    def __init__(self, layers: list[Layer]):
-        self.layers = layers
-        self.sizes = [len(layer.kernels) for layer in layers]
-        self.starts = [sum(self.sizes[:i]) for i in range(len(layers))]
-        self.kernels, scale = working_weight(torch.cat([layer.kernels for layer in layers]), dim=(1, 2))
-        self.scale = scale.flatten()
+    def __init__(self, forms: Sequence[Form]):
+        self.coarse = forms[0].coarse
+        sizes = torch.tensor([form.channels for form in forms])
+        self.layer = torch.arange(len(forms)).repeat_interleave(sizes)  # (channels,), which layer each belongs to
+        starts = (sizes.cumsum(0) - sizes).split([len([*s]) for _, s in groupby(forms, _kind)])
+        self.runs = [_Run(*kind, s) for (kind, _), s in zip(groupby(forms, _kind), starts, strict=True)]
+        self.ends = torch.stack([r.starts[-1] + r.channels for r in self.runs])
 
-    def bounds(self, index: Tensor | slice, grids: Grids) -> Tensor:
-        """√P of some channels, rounded up."""
-        roots = scalar_peaks(self.kernels[index], grids, WORKSPACE).sqrt()
-        return rounded_up(self.scale[index].double() * roots.double(), roots.dtype)
+    def norms(self, kernels: Tensor) -> Tensor:
+        """(layers,), from the kernels (channels, members, taps) of all."""
+        scaled, scale = working_weight(kernels, dim=(1, 2))
+        upper = scale.flatten() * coarse_bounds(scaled, self.coarse)
+        first = [run.largest(upper) for run in self.runs]
+        bounds = self._own_bounds(scaled, scale, first)
+        best = torch.cat([b.view(len(r.starts), -1).amax(1) for b, r in zip(bounds, self.runs, strict=True)])
+        upper[torch.cat(first)] = 0
+        left = (upper > best[self.layer]).nonzero().flatten()
+        if not len(left):
+            return best
+        counts = torch.searchsorted(left, self.ends).diff(prepend=torch.zeros(1, dtype=torch.int64))
+        rest = torch.cat(list(self._own_bounds(scaled, scale, left.split(counts.tolist()))))
+        return best.scatter_reduce(0, self.layer[left], rest, "amax")
 
-    def coarse_bounds(self, grids: Grids) -> Tensor:
-        """√P of all channels, rounded up; so few points are reached faster straight from the taps than by `bounds`."""
-        if any(g.step > 1 for g in grids):
-            return self.bounds(slice(None), grids)
-        waves, margin = _waves(grids, self.kernels.dtype, self.kernels.device)
-        taps = self.kernels.shape[2]
-        blocks = []
-        for kernels in self.kernels.split(max(1, WORKSPACE // waves[0].nbytes)):
-            values = (kernels.flatten(0, 1) @ waves).view(*kernels.shape[:2], 2, -1)
-            blocks.append(values.square_().sum((1, 2)).amax(1))
-        squared = torch.cat(blocks) * (1 + 8 * (taps + self.kernels.shape[1] + 4) * taps**0.5 * roundoff(self.kernels))
-        return self.scale * squared.sqrt() * margin
+    def _own_bounds(self, scaled: Tensor, scale: Tensor, chosen: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The bounds of the chosen channels of each run, rounded up."""
+        pairs = zip(chosen, self.runs, strict=True)
+        squared = [scalar_peaks(scaled[c], r.own, WORKSPACE) if len(c) else scaled.new_zeros(0) for c, r in pairs]
+        roots = torch.cat(squared).sqrt()
+        values = scale.flatten()[torch.cat(list(chosen))].double() * roots.double()
+        return rounded_up(values, roots.dtype).split([len(c) for c in chosen])
 
-    def own_bounds(self, chosen: Iterable[Tensor]) -> list[Tensor]:
-        """The bounds of the chosen channels of each layer, on the layer's own grid, one call a grid."""
-        by_grid: dict[Grids, list[Tensor]] = {}
-        for layer, some in zip(self.layers, chosen, strict=True):
-            by_grid.setdefault(layer.own, []).append(some)
-        found: list[Tensor] = []
-        for grids, indices in by_grid.items():
-            index = torch.cat(indices)
-            values = self.bounds(index, grids) if len(index) else self.scale.new_zeros(0)
-            found += values.split([len(s) for s in indices])
-        return found
+
+def _kind(form: Form) -> tuple[Grids, int]:
+    return form.own, form.channels
+
+
+def coarse_bounds(kernels: Tensor, grids: Grids) -> Tensor:
+    """√P at every frequency, rounded up, of all kernels (channels, members, taps): for so few points, straight."""
+    waves, aliases, factor = _waves(grids, kernels.dtype)
+    count, members, taps = kernels.shape
+    step = max(1, BLOCK // (members * len(waves) * kernels.element_size()))
+    squared, room = kernels.new_empty(count), kernels.new_empty(len(waves) * members * min(step, count))
+    for some, peaks in zip(kernels.split(step), squared.split(step), strict=True):
+        values = room[: len(waves) * members * len(some)].view(len(waves), -1)
+        real, imag = torch.mm(waves, some.flatten(0, 1).T, out=values).chunk(2)  # (aliases · points, kernels)
+        power = real.square_().addcmul_(imag, imag)
+        if aliases > 1:
+            power = power.view(aliases, -1).sum(0)
+        if members > 1:
+            power = power.view(-1, members).sum(1)
+        torch.amax(power.view(-1, len(some)), 0, out=peaks)
+    # The largest value on the grid is at least the mean, ‖θ‖², and rounding is relative to (Σ|θ|)² ≤ taps·‖θ‖².
+    margin = 1 + 8 * (taps + members + aliases + 4) * taps**0.5 * roundoff(kernels)
+    return (squared * (margin / aliases)).sqrt() * factor
+
+
+@cache
+def _waves(grids: Grids, dtype: torch.dtype) -> tuple[Tensor, int, float]:
+    """(aliases · points, taps), cosines then sines, how many aliases each has, and the factor of the grids."""
+    angles = phase_angles(grids)[0]  # (points, dim), of one phase
+    steps = torch.tensor([g.step for g in grids], dtype=torch.float64)
+    shifts = _product([torch.arange(g.step, dtype=torch.float64) for g in grids])
+    taps = _product([torch.arange(g.kernel, dtype=torch.float64) for g in grids])
+    turns = ((angles + 2 * math.pi * shifts[:, None]) / steps).flatten(0, 1) @ taps.T
+    return torch.cat([turns.cos(), turns.sin()]).to(dtype), len(shifts), math.prod(g.factor for g in grids) * (1 + 1e-6)
+
+
+def _product(axes: Sequence[Tensor]) -> Tensor:
+    return torch.cartesian_prod(*axes).view(-1, len(axes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -54,10 +55,16 @@ class Unit:
         """The geometry of the first layer."""
         return self.measure.geometries[0]
 
+    @cached_property
+    def _parametrizations(self) -> nn.Module:
+        found = self.modules[0].parametrizations["weight"]  # type: ignore[index]
+        assert isinstance(found, nn.Module)
+        return found
+
     @property
     def weight(self) -> Tensor:
         """The base weight, as the optimizer sees it."""
-        return self.modules[0].parametrizations["weight"]._parameters["original"]  # type: ignore[index, union-attr]
+        return self._parametrizations._parameters["original"]  # type: ignore[return-value]
 
     @property
     def due(self) -> bool:
