@@ -110,7 +110,8 @@ class TestTwoProcesses:
 
     def test_fsdp_stops_for_both_and_goes_on_in_one_process(self, folder: Path) -> None:
         """A signal that the second process alone gets stops both; what they leave is what one process would leave."""
-        processes = in_processes(2, folder, *RUN, "--out", "fsdp", "--strategy", "fsdp", "--checkpoint-every", "0")
+        settings = (*RUN, "--strategy", "fsdp", "--checkpoint-every", "0")
+        processes = in_processes(2, folder, *settings, "--out", "fsdp", held_at={1: 4})
         wait_for_step(folder / "fsdp", 3)
         os.kill(processes[1].pid or 0, signal.SIGTERM)
         assert ended(processes, folder) == [128 + signal.SIGTERM, 0], log_of(processes[0], folder)
@@ -127,7 +128,7 @@ class TestTwoProcesses:
         assert_alike(folder / "fsdp", folder / "one")
 
     def test_fsdp_goes_on_where_one_process_was(self, folder: Path) -> None:
-        process = started(folder, *RUN, "--out", "parts", "--checkpoint-every", "0")
+        process = started(folder, *RUN, "--out", "parts", "--checkpoint-every", "0", held_at=4)
         wait_for_step(folder / "parts", 3)
         process.kill()
         assert finished([process]) == [-signal.SIGKILL]
@@ -183,8 +184,9 @@ def test_a_kill_of_either_process_loses_nothing(tmp_path: Path, strategy: str) -
     settings = ("--model", "zoo.py:noisy", *RUN[2:], "--strategy", strategy, "--checkpoint-every", "0")
     assert ended(in_processes(2, tmp_path, *settings, "--out", "whole"), tmp_path) == [0, 0]
     for victim, arguments in ((0, (*settings, "--out", "parts")), (1, ("--resume", "parts"))):
-        processes = in_processes(2, tmp_path, *arguments)
-        wait_for_step(tmp_path / "parts", step_of(tmp_path / "parts") + 3)
+        goal = step_of(tmp_path / "parts") + 3
+        processes = in_processes(2, tmp_path, *arguments, held_at={victim: goal + 1})
+        wait_for_step(tmp_path / "parts", goal)
         processes[victim].kill()
         codes = finished(processes)
         assert codes[victim] == -signal.SIGKILL
