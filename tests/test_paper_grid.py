@@ -293,6 +293,14 @@ class TestToTheEnd:
         assert paper.main([*GRID, "--restart"]) == 1 and len(stage.tasks) == 4
         assert json.loads(path.read_text())["cells"] == result["cells"]  # until there are others
 
+    def test_a_machine_without_ray_is_told_before_anything_begins(
+        self, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.delitem(sys.modules, "ray", raising=False)
+        monkeypatch.setattr("opnorm.lab.paper.runs.find_spec", lambda name: None)
+        assert run("opnorm reproduce", lambda: paper.main(GRID)) == 2
+        assert 'pip install "opnorm[sweep]"' in capsys.readouterr().err and not Path("runs").exists()
+
     def test_a_run_that_fails_leaves_no_result(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         stage = Theatre().enter(monkeypatch)
         monkeypatch.setattr(Theatre, "get", lambda self, task: 1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,12 +81,14 @@ def trained(
 
 
 def check_runs(options: Training, runs: Sequence[Run]) -> None:
-    """Refuse shares that no run can have, and models or data that are not there."""
+    """Refuse shares that no run can have, and models, data or a Ray that are not there."""
     if options.cpus_per_run < 1:
         raise UsageError(f"expected --cpus-per-run of at least 1, got {options.cpus_per_run}")
     if not (0 <= options.gpus <= 1 or (options.gpus > 0 and options.gpus.is_integer())):
         raise UsageError(f"expected --gpus-per-run from 0 to 1, or a whole number, got {options.gpus}")
     require_fit([run.config for run in runs])
+    if "ray" not in sys.modules and find_spec("ray") is None:  # which is slow to import, and reads settings then
+        raise UsageError('expected Ray, on which the runs go on side by side, got none; pip install "opnorm[sweep]"')
 
 
 def about_data(data: Data) -> dict[str, Any]:
