@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("tyro", reason="the extra lab is not installed")
 
-from opnorm import Normalizer
+from opnorm import Normalizer, operator_norm, operators_of
 from opnorm.lab.bench import step
 from opnorm.lab.bench.memory import growth
 from opnorm.models import build
@@ -80,6 +80,42 @@ def test_the_summary_says_what_is_kept_and_needed(capsys: pytest.CaptureFixture[
     assert "it keeps 40.5 kB, and needs 3.0 MiB at its peak\n" in capsys.readouterr().out
     step._show(results | {"normaliser": alone})
     assert "it keeps 40.5 kB\n" in capsys.readouterr().out
+
+
+def stepped(way: str) -> torch.nn.Module:
+    """A small network after a step in one of the ways."""
+    for package, name in (("orthogonium", "orthogonium AOL"), ("deel.torchlip", "deel-torchlip")):
+        if way == name:
+            pytest.importorskip(package, reason="the extra bench is not installed")
+    network = step.Network("ds_convnet", (1, 8, 8), 5, K=2.0)
+    model, optimizer, after = step.WAYS[way](build(network.name), network)
+    step._step(model, optimizer, after, torch.randn(5, 1, 8, 8), torch.arange(5))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")  # of what the packages themselves import and call
+@pytest.mark.parametrize("way", [way for way in step.WAYS if "CUDA" not in way])
+def test_every_way_takes_a_step(way: str) -> None:
+    assert all(p.isfinite().all() for p in stepped(way).parameters())
+
+
+@pytest.mark.parametrize("way", ["Prach2022", "Delattre2024"])
+def test_published_bounds_keep_every_layer_below_K(way: str) -> None:
+    norms = [float(operator_norm(layer)) for layer in operators_of(stepped(way), (1, 8, 8)).values()]
+    assert len(norms) == 5 and all(0.2 < norm < 2 * (1 + 1e-4) for norm in norms)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_aol_is_done_as_the_layers_of_the_package_do_it() -> None:
+    aol = pytest.importorskip("orthogonium.layers.conv.AOL", reason="the extra bench is not installed")
+    network = step.Network("", (6, 8, 8), 5, K=1.0)
+    for options in ({"groups": 1}, {"groups": 6}, {"groups": 1, "stride": 2}):
+        theirs = aol.AOLConv2D(6, 6, 3, padding=1, **options)
+        plain = torch.nn.Conv2d(6, 6, 3, padding=1, **options)
+        with torch.no_grad():
+            plain.weight.copy_(theirs.parametrizations.weight.original)
+        (ours, *_), _, _ = step.WAYS["orthogonium AOL"](torch.nn.Sequential(plain), network)
+        torch.testing.assert_close(ours.weight, theirs.weight)
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""`opnorm bench step`: what normalisation adds to a training step, next to the other ways to do it."""
+"""`opnorm bench step`: what normalisation adds to a training step, next to the other ways to do it.
+
+normflows is missing: its layers normalise themselves in a forward pass, and drop the groups of a depthwise one.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from opnorm.lab.bench.memory import growth
 from opnorm.lab.bench.timing import MALLOC, interleaved, keep_memory
 from opnorm.lab.cli import console_width, parse
 from opnorm.lab.record import environment, write_json
-from opnorm.norms.baselines import Farnia2018, Runkel2021
+from opnorm.norms.baselines import Delattre2024, Farnia2018, Prach2022, Runkel2021
 from opnorm.operator import ConvOperator
 
 BARE, OURS = "no normalisation", "Normalizer"
@@ -183,14 +186,13 @@ def paper_methods() -> dict[str, Method]:
     return dict.fromkeys(("depthwise", "pointwise", "linear"), Runkel2021())
 
 
-def _paper(model: nn.Module, network: Network) -> Way:
-    return model, _sgd(model), normalized_by_layer(model, network.input, network.K, paper_methods())
-
-
-def _power(model: nn.Module, network: Network) -> Way:
-    kinds = ("depthwise", "pointwise", "linear", "dense", "grouped")
-    methods = dict.fromkeys(kinds, Farnia2018())
+def _by_layer(model: nn.Module, network: Network, methods: Mapping[str, Method]) -> Way:
     return model, _sgd(model), normalized_by_layer(model, network.input, network.K, methods)
+
+
+def _published(method: Method) -> Callable[[nn.Module, Network], Way]:
+    """A published method for the layers of every kind."""
+    return partial(_by_layer, methods=dict.fromkeys(("depthwise", "pointwise", "linear", "dense", "grouped"), method))
 
 
 def _torch(model: nn.Module, network: Network) -> Way:
@@ -212,6 +214,18 @@ def _torchlip(model: nn.Module, network: Network) -> Way:
     return model, _sgd(model), lambda: None
 
 
+def _aol(model: nn.Module, network: Network) -> Way:
+    """What orthogonium's AOLConv2D does to its weight, as it does it by default; the package has no linear one."""
+    from orthogonium.layers.conv.AOL.aol import MultiStepAOLReparametrizer
+
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            features = min(module.in_channels, module.out_channels)
+            scaled = MultiStepAOLReparametrizer(features, groups=module.groups, niter=1).to(module.weight)
+            nn.utils.parametrize.register_parametrization(module, "weight", scaled)
+    return model, _sgd(model), lambda: None
+
+
 WAYS: dict[str, Callable[[nn.Module, Network], Way]] = {
     BARE: _bare,
     OURS: _ours,
@@ -219,10 +233,13 @@ WAYS: dict[str, Callable[[nn.Module, Network], Way]] = {
     "Normalizer, soft": partial(_ours, scaling="soft"),
     "Normalizer, guarantee='upper'": partial(_ours, guarantee="upper"),
     "Normalizer, layer by layer": partial(_ours, batched=False),
-    "the paper's method": _paper,
-    "power iteration on full operators": _power,
+    "the paper's method": partial(_by_layer, methods=paper_methods()),
+    "power iteration on full operators": _published(Farnia2018()),
+    "Prach2022": _published(Prach2022()),
+    "Delattre2024": _published(Delattre2024()),
     "torch spectral_norm": _torch,
     "deel-torchlip": _torchlip,
+    "orthogonium AOL": _aol,
 }
 
 
