@@ -12,6 +12,7 @@ import pickle
 import re
 import resource
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -501,17 +502,29 @@ class TestRecord:
         assert environment["command"] == "opnorm norms 'a b'"
         assert {"python", "torch", "platform", "opnorm", "commit", "threads", "date"} <= environment.keys()
 
-    def test_commit_is_that_of_the_source(self) -> None:
+    def test_commit_is_that_of_the_source(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """And, since it is asked of git for the source itself, not that of the folder one works in."""
-        git = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        if git.returncode:
+        monkeypatch.delenv("OPNORM_COMMIT", raising=False)
+        command = ["git", "-C", ROOT, "rev-parse", "HEAD"]
+        git = subprocess.run(command, capture_output=True, text=True, check=False) if shutil.which("git") else None
+        if git is None or git.returncode:
             assert record.commit() is None
         else:
             assert (record.commit() or "").removesuffix("+changes") == git.stdout.strip()
 
+    @pytest.mark.parametrize(("status", "commit"), [("", "abc"), (" M file", "abc+changes"), (None, "abc+changes")])
+    def test_a_commit_is_called_clean_only_where_git_says_so(
+        self, status: str | None, commit: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """None: it did not answer in time."""
+        answers = {"ls-files": "record.py", "rev-parse": "abc", "status": status}
+        monkeypatch.setattr(record, "_git", lambda *arguments, at: answers[arguments[0]])
+        assert record.commit() == commit
+
     def test_a_copy_inside_another_checkout_has_no_commit(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """As in a virtual environment inside somebody's repository."""
-        subprocess.run(["git", "init", "-q", folder], check=True)
+        if shutil.which("git"):  # without it, there is none anyway
+            subprocess.run(["git", "init", "-q", folder], check=True)
         copy = folder / "site-packages" / "record.py"
         copy.parent.mkdir()
         copy.write_text("")

@@ -19,6 +19,8 @@ import torch
 
 import opnorm
 
+GIT = 60.0  # seconds that git has to answer; a machine that is busy, or a disk far away, may need some
+
 
 def environment(command: Sequence[str], seed: int | None = None) -> dict[str, Any]:
     """What a result depends on beside its inputs: versions, machine, commit, command line and seed.
@@ -53,9 +55,8 @@ def commit() -> str | None:
     if _git("ls-files", "--error-unmatch", here.name, at=here.parent) is None:
         return os.environ.get("OPNORM_COMMIT")
     found = _git("rev-parse", "HEAD", at=here.parent)
-    return found and found + (
-        "+changes" if _git("status", "--porcelain", "--untracked-files=no", at=here.parent) else ""
-    )
+    changes = _git("status", "--porcelain", "--untracked-files=no", at=here.parent)
+    return found and (found if changes == "" else f"{found}+changes")  # also where it could not be found out
 
 
 def write_json(path: str | os.PathLike[str], results: Any) -> None:
@@ -106,9 +107,10 @@ def plain(value: Any) -> Any:
 
 def _git(*arguments: str, at: Path) -> str | None:
     try:
-        done = subprocess.run(
-            ["git", "-C", str(at), *arguments], capture_output=True, text=True, timeout=10, check=False
-        )
+        done = subprocess.run(  # without the lock on the index, in which somebody's commit would fail meanwhile
+            ["git", "--no-optional-locks", "-C", str(at), *arguments],
+            capture_output=True, text=True, timeout=GIT, check=False,
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
