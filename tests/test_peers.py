@@ -13,13 +13,15 @@ import torch
 
 pytest.importorskip("tyro", reason="the extra lab is not installed")
 
-from opnorm import ConvOperator, FourierBound
+from opnorm import ConvOperator, FourierBound, Method
+from opnorm.lab import bench
 from opnorm.lab.bench import peers, peers_page
 from opnorm.lab.bench.contenders import CONTENDERS, REFERENCE, Contender, Refused, Trial, is_below
 from opnorm.lab.bench.layers import CELLS, KINDS, depthwise, gaussian, operators
 from opnorm.lab.bench.peers import measure
 from opnorm.lab.bench.peers_page import BEGIN, END, figure_name, kinds, measured, ratio_text, read_cells, sentences
 from opnorm.lab.cli import run
+from opnorm.norms import baselines
 
 ROOT = Path(__file__).parents[1]
 COMMITTED = ROOT / "results" / "peers"
@@ -85,6 +87,16 @@ class TestLayers:
             geometry = operator.geometry
             assert stride == f"s{geometry.stride[0]}"
             assert geometry.kind == "pointwise" or int(size) == geometry.input_size[0]
+
+    def test_no_published_method_is_left_out(self) -> None:
+        published = {cls for cls in vars(baselines).values() if isinstance(cls, type) and issubclass(cls, Method)}
+        named = {getattr(baselines, name.partition(",")[0], None) for name in CONTENDERS}
+        assert len(published) > 10 and published <= named
+
+    @pytest.mark.parametrize("command", ["norms", "memory"])
+    def test_narrower_benchmarks_name_it(self, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run("opnorm", lambda: bench.main([command, "--help"])) == 0
+        assert "opnorm bench peers" in capsys.readouterr().out
 
     def test_who_is_compared(self) -> None:
         families = {name: contender.family for name, contender in CONTENDERS.items()}

@@ -279,6 +279,14 @@ class TestSweep:
         assert main(["sweep", "grid.yaml", "--set", "K=[1,2,5]"]) == 0
         assert [argv[-1] for argv in more.tasks] == ["sweeps/grid/K5-lr0.02", "sweeps/grid/K5-lr0.002"]
 
+    def test_what_a_kill_left_half_written_is_removed(self, stage: Any) -> None:
+        Path("out").mkdir()
+        for name in ("sweep.json", "sweep.png"):
+            Path("out", f"{name}.1.part").write_bytes(b"half")
+        stage(finish)
+        assert main(["sweep", "grid.yaml", "--out", "out"]) == 0
+        assert not [*Path("out").glob("*.part")]
+
     def test_an_interrupted_run_goes_on(self, stage: Any) -> None:
         run = read_grid(Path("grid.yaml"))[2]
         folder = Path("out", run.name)

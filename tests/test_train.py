@@ -406,6 +406,20 @@ class TestGoingOn:
         assert checkpoint.load(Path("run/checkpoint.pt"))["progress"]["step"] == 3
         assert signal.getsignal(signal.SIGINT) is handler
 
+    def test_a_signal_while_the_end_is_saved_is_not_lost(self, train: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+        save = checkpoint.save
+
+        def interrupted(*arguments: Any) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            save(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "save", interrupted)
+            assert train("--out", "run", "--checkpoint-every", "9999").code == 128 + signal.SIGTERM
+        assert not Path("run/result.json").exists()
+        assert train("--resume", "run", tiny=False).code == 0
+        assert len(result("run")["history"]) == 2
+
     def test_a_second_ctrl_c_does_not_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
         signals = train_loop.Signals()
         with signals:
@@ -436,7 +450,7 @@ class TestGoingOn:
             raise SystemExit(9)
 
         stop_at(2, monkeypatch, crash)
-        assert train("--out", "parts").code == 9
+        assert train("--out", "parts", "--checkpoint-every", "9999").code == 9
         assert not Path("parts/checkpoint.pt").exists()
         assert train("--resume", "parts", tiny=False).code == 0
         assert train("--out", "whole").code == 0

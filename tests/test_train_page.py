@@ -15,7 +15,7 @@ pytest.importorskip("tyro", reason="the extra lab is not installed")
 
 import chromium
 from opnorm.lab.cli import main
-from opnorm.lab.train_page import LARGEST, MOST, page_of, run_page
+from opnorm.lab.train_page import LARGEST, MOST, run_page
 
 TINY = ("train", "--arg", "width=5", "--batch-size", "257", "--epochs", "3", "--device", "cpu")
 RUNS = {
@@ -47,6 +47,12 @@ def data_of(page: str) -> dict[str, Any]:
 def facts(folder: Path, name: str = "result") -> dict[str, Any]:
     content: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
     return content
+
+
+def page_of(folder: Path) -> str:
+    """The page that follows from the files."""
+    certificate = facts(folder, "certificate") if (folder / "certificate.json").is_file() else None
+    return run_page(facts(folder), certificate)
 
 
 class TestText:

@@ -16,7 +16,7 @@ import tyro
 from filelock import FileLock, Timeout
 from rich.console import Console
 
-from opnorm.lab.checkpoint import write_bytes
+from opnorm.lab.checkpoint import remove_parts, write_bytes
 from opnorm.lab.cli import UsageError, console_width, parse
 from opnorm.lab.data import load_data
 from opnorm.lab.record import environment, plain, write_json
@@ -30,7 +30,7 @@ from opnorm.lab.train_loop import Signals
 from opnorm.lab.train_model import build_network
 
 PROGRAM = "opnorm sweep"
-NAME, LOCK = "sweep.json", ".lock"
+NAME, FIGURE, LOCK = "sweep.json", "sweep.png", ".lock"
 WAIT = 0.5  # seconds between two looks
 WRONG = 2  # exit code of a run that was given wrong values, which it would have the next time too
 
@@ -104,6 +104,8 @@ def run_sweep(runs: Sequence[Run], out: Path, options: Sweep, argv: Sequence[str
 
 
 def _locked(runs: Sequence[Run], out: Path, options: Sweep, argv: Sequence[str]) -> int:
+    for name in (NAME, FIGURE):
+        remove_parts(out / name)
     entries = entries_of(runs, out)
     waiting = [entry for entry in entries if not entry.settle()]
     for entry in waiting:

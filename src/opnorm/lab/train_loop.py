@@ -147,6 +147,9 @@ class Trainer:
             while self.progress.epoch < self.config.epochs:
                 self._epoch()
             self.save()
+            (number,) = self.team.largest(self.signals.received or 0)  # one that came since the last pause
+            if number:
+                raise Interrupted(number)
 
     def save(self) -> None:
         """Write the checkpoint; where the disk is full, the last one stays, and training goes on."""

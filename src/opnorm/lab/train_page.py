@@ -1,11 +1,9 @@
-"""`page_of`: the page of a run, a pure function of the JSON files in its folder."""
+"""`run_page`: the page of a run, a pure function of the JSON files in its folder."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from opnorm.report import CERTIFICATE, page
@@ -20,15 +18,11 @@ DRAWN = ("epoch", "train_loss", "test_loss", "train_accuracy", "test_accuracy", 
 Facts = Mapping[str, Any]
 
 
-def page_of(folder: Path) -> str:
-    """One self-contained HTML file: the result, the curves and the certificate of the run in this folder."""
-    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    certificate = folder / "certificate.json"
-    return run_page(result, json.loads(certificate.read_text(encoding="utf-8")) if certificate.is_file() else None)
-
-
 def run_page(result: Facts, certificate: Facts | None) -> str:
-    """The same from what these files hold. What `opnorm eval` finds may have no curves, norms or settings."""
+    """One self-contained HTML file: the result, the curves and the certificate, from what the files of a run hold.
+
+    What `opnorm eval` finds may have no curves, norms or settings.
+    """
     name = f"{result['model']} on {result['data']['name']}"
     accuracy = result.get("test_accuracy")
     title = f"{name}: " + ("diverged" if accuracy is None else f"test accuracy {accuracy:.2%}")

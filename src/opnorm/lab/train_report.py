@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from opnorm.certify import Certificate, above
 from opnorm.lab.checkpoint import write_bytes
 from opnorm.lab.data import Data
-from opnorm.lab.record import write_json, write_text
+from opnorm.lab.record import plain, write_json, write_text
 from opnorm.lab.train_config import Train
 from opnorm.lab.train_loop import TEST_BATCH, Progress, Record, certificate_of, logits_of, reason_of
 from opnorm.lab.train_model import Network
-from opnorm.lab.train_page import LARGEST, page_of
+from opnorm.lab.train_page import LARGEST, run_page
 from opnorm.normalize.scaling import NormScale
 
 PAGE = "page.html"
@@ -43,20 +43,22 @@ def report(
         "seconds": progress.seconds,
         "normalizing_seconds": progress.normalizing,
     }
-    folder = config.folder
+    folder, proof = config.folder, None
     if not diverged:
-        plain = network.plain()
-        found, certificate = measured(plain, data, config.radii, config.workers)
+        bare = network.plain()
+        found, certificate = measured(bare, data, config.radii, config.workers)
         result |= found | norms_of(network)
         if certificate is not None:
-            write_json(folder / "certificate.json", certificate.to_dict())
-        write_bytes(folder / "model.safetensors", safetensors(_state(plain), {"format": "pt"}))
+            proof = certificate.to_dict()
+            write_json(folder / "certificate.json", proof)
+        write_bytes(folder / "model.safetensors", safetensors(_state(bare), {"format": "pt"}))
         if len(data.classes) <= LARGEST:
             write_bytes(folder / "confusion.png", _png(confusion_figure(result["confusion"], data.classes)))
     if progress.history:
         write_bytes(folder / "curves.png", _png(curves_figure(progress.history)))
-    write_json(folder / "result.json", result | {"history": progress.history})
-    write_text(folder / PAGE, page_of(folder))
+    whole = result | {"history": progress.history}
+    write_text(folder / PAGE, run_page(plain(whole), plain(proof)))
+    write_json(folder / "result.json", whole)  # the last: by this a sweep knows that a run has ended
     return result
 
 

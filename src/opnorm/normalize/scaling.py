@@ -50,7 +50,7 @@ class NormScale(nn.Module):
     def effective(self, original: Tensor, factor: Tensor | float) -> Tensor:
         """The weight of the layer, from the base weight and K or K·tanh(s)."""
         if self.update == "project":
-            return original if self.scaling == "cap" else original * factor
+            return original if self.scaling == "cap" or (self.s is None and factor == 1) else original * factor
         with torch.autocast(original.device.type, enabled=False):
             sigma = self.measure.differentiable(original, self.vector, fresh=not self.training)
         if self.scaling == "cap":

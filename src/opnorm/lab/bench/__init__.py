@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from opnorm.lab.cli import Command, choose
 
 BENCHMARKS = {
-    "norms": Command("opnorm.lab.bench.norms", "tightness and time on the depthwise layers of a trained network"),
+    "norms": Command("opnorm.lab.bench.norms", "tightness and time on a trained MobileNetV2: the paper's bound and ours"),
     "small": Command("opnorm.lab.bench.small", "small inputs and large kernels, where the embedding alone is loose"),
-    "step": Command("opnorm.lab.bench.step", "what normalisation adds to a training step, next to other ways"),
+    "step": Command("opnorm.lab.bench.step", "what normalisation adds to a training step, next to other ways and packages"),
     "train": Command("opnorm.lab.bench.train", "the training loop, with data and logs, next to the bare step"),
-    "memory": Command("opnorm.lab.bench.memory", "peak memory and time of large layers, each in a process of its own"),
-    "peers": Command("opnorm.lab.bench.peers", "published methods and other packages: tightness, time, peak memory"),
+    "memory": Command("opnorm.lab.bench.memory", "peak memory and time of large layers: the paper's bound and ours"),
+    "peers": Command("opnorm.lab.bench.peers", "tightness, time and peak memory of all published methods and packages, on many kinds of layers"),
 }
 
 START = """\
@@ -22,6 +22,7 @@ opnorm bench: measurements of this library, written as JSON
 
 For example:
   opnorm bench norms --weights mobilenetv2.safetensors --json results/norms_mobilenet_v2.json
+  opnorm bench peers --weights mobilenetv2.safetensors --out results/peers
 """
 
 

@@ -50,6 +50,8 @@ METHODS: dict[str, Method] = {"Runkel2021": Runkel2021(), "FourierBound": Fourie
 class Memory:
     """Peak memory and time of Runkel2021 and FourierBound, on MobileNetV2's layers and on a large 3-D layer.
 
+    All published methods and other packages, on smaller layers: opnorm bench peers.
+
     For example:
       opnorm bench memory --json results/norms_memory.json
     """

@@ -28,6 +28,8 @@ Operators = dict[str, ConvOperator]
 class Norms:
     """Overestimation and time of the depthwise layers of MobileNetV2 at 224×224: the paper's bound, ours, and auto.
 
+    All published methods and other packages, on layers of other networks too: opnorm bench peers.
+
     For example:
       opnorm bench norms --weights mobilenetv2.safetensors --json results/norms_mobilenet_v2.json
     """
