@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from opnorm.lab.cli import Command, choose
 
 BENCHMARKS = {
-    "norms": Command("opnorm.lab.bench.norms", "tightness and time on a trained MobileNetV2: the paper's bound and ours"),
+    "norms": Command("opnorm.lab.bench.norms", "tightness and time on MobileNetV2, the paper's bound and ours"),
     "small": Command("opnorm.lab.bench.small", "small inputs and large kernels, where the embedding alone is loose"),
-    "step": Command("opnorm.lab.bench.step", "what normalisation adds to a training step, next to other ways and packages"),
+    "step": Command("opnorm.lab.bench.step", "what normalisation adds to a training step, next to other ways"),
     "train": Command("opnorm.lab.bench.train", "the training loop, with data and logs, next to the bare step"),
-    "memory": Command("opnorm.lab.bench.memory", "peak memory and time of large layers: the paper's bound and ours"),
-    "peers": Command("opnorm.lab.bench.peers", "tightness, time and peak memory of all published methods and packages, on many kinds of layers"),
+    "memory": Command("opnorm.lab.bench.memory", "peak memory and time of large layers, the paper's bound and ours"),
+    "peers": Command(
+        "opnorm.lab.bench.peers", "published methods and packages, on many layers: tightness, time, peak memory"
+    ),
 }
 
 START = """\
