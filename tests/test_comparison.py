@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -113,6 +114,36 @@ def test_deel_torchlip_leaves_depthwise_layers_below_one(stride: int) -> None:
     torchlip = pytest.importorskip("deel.torchlip", reason="the extra bench is not installed")
     layer = torchlip.SpectralConv2d(16, 16, 3, stride=stride, padding=1, groups=16, bias=False)
     assert true_norm(layer) < 0.8
+
+
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (5, 2)])
+def test_deel_torchlip_divides_by_what_torch_does_times_a_factor(kernel: int, stride: int) -> None:
+    torchlip = pytest.importorskip("deel.torchlip", reason="the extra bench is not installed")
+    layer = torchlip.SpectralConv2d(3, 6, kernel, stride=stride, padding=kernel // 2, bias=False, eps_bjorck=None)
+    for _ in range(100):  # a reading is an iteration
+        weight = layer.weight.detach()
+    factor = math.ceil(kernel / stride)  # √⌈k/s⌉ for each of the two dimensions
+    assert factor * float(torch.linalg.matrix_norm(weight.flatten(1), 2)) == pytest.approx(1, rel=1e-4)
+    assert true_norm(layer) <= 1 + 1e-4
+
+
+def test_normflows_approaches_the_norm_from_below() -> None:
+    lipschitz = pytest.importorskip("normflows.nets.lipschitz", reason="the extra bench is not installed")
+    layer = lipschitz.InducedNormConv2d(3, 3, 3, stride=1, padding=1, bias=False, n_iterations=5)
+    layer(torch.zeros(1, 3, 14, 14))
+    geometry = ConvGeometry(3, 3, 3, (14, 14), padding=1)
+    norm = float(operator_norm(ConvOperator(geometry, layer.weight.detach().double()), guarantee="exact"))
+    found = []
+    for _ in range(3):
+        layer.compute_weight(update=True)
+        found.append(float(layer.scale))
+    assert all(0.5 * norm < value <= norm * (1 + 1e-5) for value in found)
+
+
+@pytest.mark.parametrize("module", ["deel.torchlip", "orthogonium.layers", "normflows.nets.lipschitz"])
+def test_nobody_else_has_a_layer_in_three_dimensions(module: str) -> None:
+    found = dir(pytest.importorskip(module, reason="the extra bench is not installed"))
+    assert any("2d" in name for name in found) and not any("3d" in name.lower() for name in found)
 
 
 def test_orthogonium_multiplies_the_norms_of_groups() -> None:
