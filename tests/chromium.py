@@ -57,9 +57,7 @@ class Browser:
         self.problems: list[str] = []
         self.requests: list[str] = []
         self.loaded = False
-        targets = self.send("Target.getTargets")["targetInfos"]
-        target = next(t["targetId"] for t in targets if t["type"] == "page")
-        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.send("Target.attachToTarget", targetId=self._page(), flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
 
@@ -84,9 +82,8 @@ class Browser:
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.loaded = False
         self.send("Page.navigate", url=page.as_uri())
-        deadline = time.monotonic() + 30
-        while not self.loaded and time.monotonic() < deadline:
-            self.evaluate("0")
+        while not self.loaded:  # nothing is asked meanwhile, since there may be no document to answer
+            self._event(self._read())
         self.evaluate("new Promise(done => setTimeout(done, 100))")
 
     def evaluate(self, expression: str) -> Any:
@@ -112,6 +109,14 @@ class Browser:
             self._process.wait()
         os.close(self._in)
         os.close(self._out)
+
+    def _page(self) -> str:
+        """The page, which a slow machine opens some time after the browser answers."""
+        while True:
+            for target in self.send("Target.getTargets")["targetInfos"]:
+                if target["type"] == "page":
+                    return target["targetId"]
+            time.sleep(0.05)
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
