@@ -22,7 +22,7 @@ from torch import Tensor
 from opnorm.bound import rounded_up, roundoff, working_weight
 from opnorm.geometry import ConvGeometry
 from opnorm.norms.embedding import AxisGrid, axis_grid
-from opnorm.norms.spectrum import phase_angles, scalar_peaks
+from opnorm.norms.spectrum import Tables, coarse_power, coarse_rounding, grid_peaks, phase_angles
 
 Grids = tuple[AxisGrid, ...]
 COARSE = 0.068  # an axis
@@ -110,11 +110,17 @@ class _Stack:
 
     def _own_bounds(self, scaled: Tensor, scale: Tensor, chosen: Sequence[Tensor]) -> Sequence[Tensor]:
         """The bounds of the chosen channels of each run, rounded up."""
-        pairs = zip(chosen, self.runs, strict=True)
-        squared = [scalar_peaks(scaled[c], r.own, WORKSPACE) if len(c) else scaled.new_zeros(0) for c, r in pairs]
+        index, counts = torch.cat(list(chosen)), [len(c) for c in chosen]
+        kernels = scaled[index]
+        power = coarse_power(kernels, Tables.of(self.coarse, kernels))
+        rounding = coarse_rounding(kernels, power, self.coarse)
+        squared = [
+            grid_peaks(p, r, run.own, WORKSPACE) if len(p) else r
+            for p, r, run in zip(power.split(counts), rounding.split(counts), self.runs, strict=True)
+        ]
         roots = torch.cat(squared).sqrt()
-        values = scale.flatten()[torch.cat(list(chosen))].double() * roots.double()
-        return rounded_up(values, roots.dtype).split([len(c) for c in chosen])
+        values = scale.flatten()[index].double() * roots.double()
+        return rounded_up(values, roots.dtype).split(counts)
 
 
 def _kind(form: Form) -> tuple[Grids, int]:

@@ -82,8 +82,13 @@ def coarse_power(kernels: Tensor, tables: Tables) -> Tensor:
 
 def scalar_peaks(kernels: Tensor, grids: Sequence[AxisGrid], workspace: int) -> Tensor:
     """min over phases of max over points of P, rounded up, for each of the kernels (channels, members, taps)."""
-    tables = Tables.of(grids, kernels)
-    power = coarse_power(kernels, tables)
+    power = coarse_power(kernels, Tables.of(grids, kernels))
+    return grid_peaks(power, coarse_rounding(kernels, power, grids), grids, workspace)
+
+
+def grid_peaks(power: Tensor, rounding: Tensor, grids: Sequence[AxisGrid], workspace: int) -> Tensor:
+    """The same from P at the coarse angles, and what rounding does to it: all grids of one kernel size share them."""
+    tables = Tables.of(grids, power)
     rows, last = _interpolate_all_but_last(power, grids, tables), grids[-1]
     table = tables.interpolate[-1]
     flat = rows.reshape(-1, table.shape[0])
@@ -96,7 +101,7 @@ def scalar_peaks(kernels: Tensor, grids: Sequence[AxisGrid], workspace: int) -> 
     for axis, grid in enumerate(grids[:-1], 1):
         peaks = peaks.unflatten(axis, (len(grid.phases), -1)).amax(axis + 1)
     factor = math.prod(g.factor for g in grids) ** 2
-    return factor * (peaks.flatten(1).amin(1) + _margin(kernels, power, grids, tables.growth))
+    return factor * torch.add(peaks.flatten(1).amin(1), rounding, alpha=tables.growth)
 
 
 def _interpolate_all_but_last(power: Tensor, grids: Sequence[AxisGrid], tables: Tables) -> Tensor:
@@ -107,8 +112,8 @@ def _interpolate_all_but_last(power: Tensor, grids: Sequence[AxisGrid], tables: 
     return values.movedim(1, -1).contiguous()
 
 
-def _margin(kernels: Tensor, power: Tensor, grids: Sequence[AxisGrid], growth: float) -> Tensor:
-    """By how much rounding may have pushed the values of P of each kernel below the truth.
+def coarse_rounding(kernels: Tensor, power: Tensor, grids: Sequence[AxisGrid]) -> Tensor:
+    """By how much rounding may have pushed the values of P of each kernel below the truth, but for a factor `growth`.
 
     θ̂ is a sum of `taps` products, its real and imaginary part off by at most (taps + 4)u Σ|θ|; P by 2√2 |θ̂| times
     that, and by its own sum over members. Interpolation multiplies these errors by at most `growth`, and each axis adds
@@ -118,7 +123,7 @@ def _margin(kernels: Tensor, power: Tensor, grids: Sequence[AxisGrid], growth: f
     largest = power.amax(1)
     absolute = torch.linalg.vector_norm(kernels.abs().sum(2), dim=1)
     terms = members + 4 + sum(2 * g.kernel + 3 for g in grids)
-    return 2 * u * growth * (2.83 * (taps + 4) * absolute * largest.sqrt() + terms * largest)
+    return 2 * u * (2.83 * (taps + 4) * absolute * largest.sqrt() + terms * largest)
 
 
 def phase_angles(grids: Sequence[AxisGrid]) -> Tensor:
