@@ -55,7 +55,8 @@ def commit() -> str | None:
     if _git("ls-files", "--error-unmatch", here.name, at=here.parent) is None:
         return os.environ.get("OPNORM_COMMIT")
     found = _git("rev-parse", "HEAD", at=here.parent)
-    changes = _git("status", "--porcelain", "--untracked-files=no", at=here.parent)
+    package = str(here.parents[1])  # and not the results beside it, which an experiment before may have written
+    changes = _git("status", "--porcelain", "--untracked-files=no", "--", package, at=here.parent)
     return found and (found if changes == "" else f"{found}+changes")  # also where it could not be found out
 
 
