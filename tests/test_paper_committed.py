@@ -13,6 +13,7 @@ pytest.importorskip("tyro", reason="the extra lab is not installed")
 
 from opnorm.lab.paper import EXPERIMENTS
 from opnorm.lab.paper.figures import FIGURES
+from opnorm.lab.paper.noise import NOISE
 from opnorm.lab.paper.page import digest, with_section
 from opnorm.lab.paper.sections import CLAIMS, SECTIONS
 
@@ -39,6 +40,7 @@ def test_the_section_is_what_the_result_gives(name: str) -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert f"<!-- begin {name} -->" in page
     assert with_section(page, name, SECTIONS[name](read(name))) == page, f"run opnorm reproduce figures for {name}"
+    assert NOISE[name] in page
 
 
 @pytest.mark.parametrize("name", COMMITTED)

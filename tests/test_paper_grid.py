@@ -26,6 +26,7 @@ from opnorm.lab.data import load_data
 from opnorm.lab.paper import cifar_grid, cifar_grid_page, imagenet, imagenet_page
 from opnorm.lab.paper.cifar_grid import CifarGrid
 from opnorm.lab.paper.imagenet import ImageNet, among_the_first
+from opnorm.lab.paper.noise import NOISE
 from opnorm.lab.paper.page import digest, svg
 from opnorm.lab.paper.runs import milestones
 from sweep_stage import Theatre
@@ -128,6 +129,7 @@ class TestClaimsOfTheGrid:
         text = cifar_grid_page.section(published)
         assert "The network and the epochs are those of the paper." in text and "does not hold here" not in text
         assert "| 5 | 50.68 / 50.36 | 74.85 / 74.73 | 86.68 / 86.72 | 90.53 / **90.74** | 10.00 / 10.00 |" in text
+        assert NOISE["cifar-grid"] in text
         assert "| 10 | 10.00 / 10.00 | 10.00" in text and "1.0 hours of training" in text
         assert "`opnorm reproduce cifar-grid --data-path where`" in text
         small = change(published, 0.12, lr=1e-1) | {"settings": published["settings"] | {"width": 8, "epochs": 8}}
@@ -235,7 +237,7 @@ class TestFigureThree:
         text = imagenet_page.section(result)
         assert "| 12 | 0.001 | 3 | 40.00 % | 80.00 % | finished |" in text
         assert "| 15 | 0.001 | 3 |  |  | diverged: None |" in text
-        assert "This profile proves that the pipeline works" in text
+        assert "This profile proves that the pipeline works" in text and NOISE["imagenet"] in text
         assert "This profile proves" not in imagenet_page.section(result | {"profile": "paper"})
         (axes,) = imagenet_page.figure(result).axes
         lines = {line.get_label(): line for line in axes.get_lines()}

@@ -23,6 +23,7 @@ from opnorm.lab.data import Data, load_data
 from opnorm.lab.data_memory import MemoryImages
 from opnorm.lab.paper import timing
 from opnorm.lab.paper.image_folder import write_images
+from opnorm.lab.paper.noise import NOISE
 from opnorm.lab.paper.sections import SECTIONS
 from opnorm.lab.paper.timing import Timing, measure, trainers
 from opnorm.lab.paper.timing_page import BARE, OURS, PAPER, figure, timing_claims
@@ -201,6 +202,7 @@ class TestPage:
         assert "| mobilenet_v2 | Normalizer | 40.4 s | 1.010 | 1.000 to 1.020 |  |  |" in page
         assert "| mobilenet_v2 | no normalisation | 40.0 s | 1.000 |  | 3016 s | 1 |" in page
         assert "640 training images (made) of 3×224×224, batches of 16" in page
+        assert NOISE["timing"] in page
 
     def test_bars_are_factors(self) -> None:
         (axes,) = figure(made(1.01, 1.05)).axes

@@ -8,7 +8,8 @@ An experiment is a line in `EXPERIMENTS` and a module with
 * where it needs data, `check(options)`: a `UsageError` says what is missing, in seconds, before anything long.
 
 Its figure, its section of the page and the claims under the figure are functions of that file, under the same name in
-`figures.FIGURES`, `sections.SECTIONS` and `sections.CLAIMS`. `opnorm reproduce all` needs no more.
+`figures.FIGURES`, `sections.SECTIONS` and `sections.CLAIMS`; how well it repeats is a sentence in `noise.NOISE` and a
+function in `noise.GAPS`. `opnorm reproduce all` needs no more.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ OTHERS = {
         "opnorm.lab.paper.everything", "all of these, one after the other, and the page; goes on after a kill"
     ),
     "figures": Command("opnorm.lab.paper.page", "the figures and the tables of the results that are there, again"),
+    "compare": Command("opnorm.lab.paper.compare", "results with those of another folder, within the noise stated"),
 }
 
 START = """\

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
+from opnorm.lab.paper.noise import NOISE
 from opnorm.lab.paper.prose import caption, command, origin, percent, table
 from opnorm.lab.sweep_grid import label_of
 from opnorm.lab.sweep_show import MARKS, draw_panel, panels_of
@@ -106,6 +107,8 @@ Test accuracy in %, hard / soft scaling; {_marks(result)}
 
 The published numbers are those of 64 channels, 50,000 training images and 300 epochs. There too the best rate of K = 1
 is below that of K = 2: with K = 1 no rate learns much.
+
+{NOISE["cifar-grid"]}
 """
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from opnorm.lab.paper.noise import NOISE
 from opnorm.lab.paper.prose import caption, command, origin, table
 from opnorm.lab.sweep_grid import label_of
 
@@ -49,6 +50,8 @@ start of s for each K, SGD with momentum 0.9. {data["training"]:,} training and 
 {caption(claims(result))}{_warning(result)}
 
 {table(("K", "learning rate", "s at the start", "top 1", "top 5", "run"), rows)}
+
+{NOISE["imagenet"]}
 """
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from opnorm.lab.paper.noise import NOISE
 from opnorm.lab.paper.prose import caption, command, origin, percent, table
 
 Result = dict[str, Any]
@@ -105,6 +106,8 @@ def pretrained(result: Result) -> str:
 
 σ is the standard deviation over the layers. {_spread(result)}Methods that keep a vector from one training step to the
 next were called 50 times. A value without guarantee that lies above these norms may lie below others.
+
+{NOISE["pretrained"]}
 
 ??? note "Layer by layer"
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from opnorm.lab.paper import cifar_grid_page, imagenet_page
+from opnorm.lab.paper.noise import NOISE
 from opnorm.lab.paper.pretrained_page import pretrained, pretrained_claims
 from opnorm.lab.paper.prose import caption, command, origin, percent, table
 from opnorm.lab.paper.timing_page import timing, timing_claims
@@ -71,6 +72,8 @@ single kernel: for up to {percent(above, 1)} of the kernels of a size it lies ab
 {others}
 
 {_published(plane[0], plane[-1])}
+
+{NOISE["tightness"]}
 """
 
 

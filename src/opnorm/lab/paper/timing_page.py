@@ -7,6 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from opnorm.lab.paper.noise import NOISE
 from opnorm.lab.paper.prose import caption, command, origin, table
 
 Result = dict[str, Any]
@@ -60,6 +61,8 @@ paper's method stops where it started, which is the best that it can have. That 
 each step of the optimizer: an FFT for each depthwise layer, and power iteration for pointwise and linear ones, with
 hard scaling; dense convolutions, which it does not cover, stay as they are. The published
 times are those of other data and of GPUs: of them the factors alone can be compared.
+
+{NOISE["timing"]}
 """
 
 
