@@ -7,6 +7,9 @@
 #   make check                     ruff (lint and format) and mypy; make format mends what ruff can
 #   make docs                      the pages, strict, into site/
 #   make test-oldest               the suite on the oldest versions that are supported, in .venv-oldest
+#   make results DATA=../shared/data
+#                                  the paper's figures and tables again, in hours on two cores, from the folder
+#                                  cifar-10-batches-bin and the MobileNetV2 under weights; repeat it after a kill
 #
 # PYTHON=python3.12 names the interpreter. TORCH="torch==2.11.0" VENV=.venv-2.11 makes an environment with another torch
 # (a VENV of its own, since one that exists is not rebuilt for it). pip's own settings (PIP_INDEX_URL, ...) are honoured.
@@ -17,12 +20,13 @@ OLDEST ?= .venv-oldest
 CONSTRAINTS ?= constraints.txt
 TORCH ?= $(shell grep '^torch' $(CONSTRAINTS))
 ARGS ?=
+DATA ?= ../shared/data
 
 RUN := $(VENV)/bin/python
 PINS := $(VENV)/constraints.txt
 PIP := $(RUN) -m pip --disable-pip-version-check
 
-.PHONY: help demo test test-all test-oldest check format docs clean
+.PHONY: help demo results test test-all test-oldest check format docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +36,11 @@ demo: $(VENV)/.lab
 	$(RUN) -m opnorm train --out runs/demo --overwrite --radii 0.05 0.1
 	$(RUN) -m opnorm eval runs/demo
 	@echo "open runs/demo/page.html in a browser: curves, certificate, norms, mistakes"
+
+# It goes on where it was killed. ARGS="--out runs/again --docs runs/again" leaves the committed results as they are.
+results: $(VENV)/.sweep
+	$(RUN) -m opnorm reproduce all --profile small --data-path $(DATA)/cifar-10-batches-bin \
+	--weights $(DATA)/weights/mobilenetv2_torchvision_bnfolded.safetensors $(ARGS)
 
 test: $(VENV)/.dev
 	$(RUN) -m pytest -n auto $(ARGS)
@@ -73,6 +82,10 @@ $(VENV)/.lab: pyproject.toml $(PINS)
 	$(PIP) install -q -c $(PINS) -e '.[lab]'
 	@touch $@
 
+$(VENV)/.sweep: pyproject.toml $(PINS)
+	$(PIP) install -q -c $(PINS) -e '.[lab,sweep]'
+	@touch $@ $(VENV)/.lab
+
 $(VENV)/.dev: pyproject.toml $(PINS)
 	$(PIP) install -q -c $(PINS) -e '.[lab,sweep,bench,docs,dev]'
-	@touch $@ $(VENV)/.lab
+	@touch $@ $(VENV)/.lab $(VENV)/.sweep

@@ -37,6 +37,7 @@ from opnorm.lab.eval import Eval
 from opnorm.lab.loading import build_model, load_checkpoint
 from opnorm.lab.norms_table import number_text
 from opnorm.lab.paper import EXPERIMENTS, OTHERS
+from opnorm.lab.paper.everything import Everything
 from opnorm.lab.train_config import read_config
 from opnorm.lab.train_report import PAGE
 from opnorm.norms import PowerIteration
@@ -296,6 +297,12 @@ class TestErrors:
         assert (outcome.code, outcome.err) == (130, "opnorm norms: interrupted\n")
 
 
+def made() -> list[list[str]]:
+    """The arguments of `opnorm` in the Makefile, in its order."""
+    text = (ROOT / "Makefile").read_text().replace("\\\n\t", "")
+    return [*map(shlex.split, re.findall(r"^\t\$\(RUN\) -m opnorm (.*)$", text, re.MULTILINE))]
+
+
 class TestCommand:
     def test_without_arguments_it_says_what_to_do_first(self, opnorm_command: Callable[..., Outcome]) -> None:
         outcome = opnorm_command()
@@ -336,13 +343,22 @@ class TestCommand:
             assert all(option in text for option in options)
 
     def test_make_demo_trains_anew_and_evaluates_what_it_has_trained(self) -> None:
-        lines = re.findall(r"^\t\$\(RUN\) -m opnorm (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        (first, *training), (second, *evaluation) = map(shlex.split, lines)
+        (first, *training), (second, *evaluation), _ = made()
         assert (first, second) == ("train", "eval")
         config = read_config(training)
         assert config.overwrite
         assert cli.parse(Eval, evaluation, "opnorm eval").run == str(config.folder)
         assert f"{config.folder}/{PAGE}" in (ROOT / "Makefile").read_text()
+
+    def test_make_results_is_the_small_profile_of_everything(self) -> None:
+        *_, (first, second, *words) = made()
+        assert (first, second, words.pop()) == ("reproduce", "all", "$(ARGS)")
+        options = cli.parse(Everything, words, "opnorm reproduce all")
+        assert options.profile == "small"
+        assert (options.data_path, options.weights) == (
+            Path("$(DATA)/cifar-10-batches-bin"),
+            Path("$(DATA)/weights/mobilenetv2_torchvision_bnfolded.safetensors"),
+        )
 
     def test_a_full_disk_gets_one_line(
         self, opnorm_command: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
