@@ -132,7 +132,7 @@ class TestClaimsOfTheGrid:
         assert NOISE["cifar-grid"] in text
         assert "| 10 | 10.00 / 10.00 | 10.00" in text and "1.0 hours of training" in text
         assert "`opnorm reproduce cifar-grid --data-path where`" in text
-        small = change(published, 0.12, lr=1e-1) | {"settings": published["settings"] | {"width": 8, "epochs": 8}}
+        small = change(published, 0.12, lr=1e-1) | {"settings": published["settings"] | {"width": 8, "epochs": 5}}
         text = cifar_grid_page.section(change(small, None, K=7.0))
         assert "What does not hold here: " in text and "The network has 8 channels" in text
         assert "| 7 | × / × |" in text and "× a run that diverged" in text

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from opnorm.lab.paper.noise import NOISE
 from opnorm.lab.paper.prose import caption, command, origin, percent, table
+from opnorm.lab.paper.runs import milestones
 from opnorm.lab.sweep_grid import label_of
 from opnorm.lab.sweep_show import MARKS, draw_panel, panels_of
 
@@ -22,6 +23,7 @@ PUBLISHED = {
     5: (90.74, 1e-2, "soft"), 6: (88.60, 1e-3, "hard"), 7: (85.36, 1e-3, "soft"), 8: (81.21, 1e-4, "hard"),
     9: (52.25, 1e-5, "soft"), 10: (10.00, math.nan, ""),
 }  # fmt: skip
+MILESTONES = (1 / 2, 5 / 6)  # of a run, where the learning rate falls
 SLACK = 0.01  # of the accuracy, below which two best runs count as equal
 CHANCE = 3.0  # standard deviations above the accuracy of chance that still count as chance
 
@@ -180,7 +182,8 @@ def _marks(result: Result) -> str:
 
 
 def _schedule(settings: Mapping[str, Any]) -> str:
-    return ", the rate divided by ten after a half and after five sixths of them" * (settings["epochs"] >= 6)
+    found = milestones(settings["epochs"], MILESTONES).get("milestones", [])
+    return f", the rate divided by ten after {' and '.join(map(str, found))}" if found else ""
 
 
 def _how_much(settings: Mapping[str, Any]) -> str:
