@@ -63,6 +63,21 @@ def test_mobilenet_is_bounded_within_half_a_percent_in_half_the_time() -> None:
     assert norms["time"]["FourierBound, one call"]["ratio"]["median"] < 1
 
 
+def test_the_figure_of_mobilenet_shows_what_its_captions_say() -> None:
+    """17 depthwise layers of trained weights; every bound lies above the norm; on the axis is what is exact."""
+    norms, floor = read("norms_mobilenet_v2"), 1e-5
+    assert len(norms["layers"]) == 17 and "mobilenetv2" in norms["weights"]
+    for row in norms["layers"]:
+        over = [row["overestimation"][name] for name in ("Runkel2021", "FourierBound", "auto")]
+        assert all(value > 0 for value in over)
+        assert all(value > floor or value < 1e-7 for value in over)  # of float32
+    for page in ("README.md", "docs/index.md"):
+        text = (ROOT / page).read_text()
+        assert "17 depthwise layers of a trained MobileNetV2" in text and "above the norm" in text
+    assert "auto; on the axis: exact" in (ROOT / "docs" / "img" / "mobilenet.svg").read_text()
+    assert "FLOOR = 1e-5" in (ROOT / "docs" / "figures" / "mobilenet.py").read_text()
+
+
 def test_the_table_of_memory() -> None:
     for case, methods in read("norms_memory")["cases"].items():
         for key, cell in methods.items():
@@ -150,6 +165,18 @@ def test_the_table_of_cifar10(name: str) -> None:
     last, least = result["history"][-1], min(norm / result["scales"][n] for n, norm in result["norms"].items())
     shown = percent(result["test_accuracy"], last["train_accuracy"], min(at_their_bounds(result).values()), least)
     check(CIFAR[name], *shown, f"{result['bound']:.1e}")
+
+
+@pytest.mark.parametrize("name", CIFAR)
+def test_the_figure_of_cifar10_shows_the_runs_of_its_caption(name: str) -> None:
+    result = read(f"cifar10_{name}")
+    assert [row["epoch"] for row in result["history"]] == [*range(1, 13)]
+    assert (result["data"]["training"], result["data"]["test"]) == (10_000, 10_000)
+    config = {"optimizer": "adam", "schedule": "onecycle", "lr": 0.002, "precision": "bf16", "model": "ds_resnet34"}
+    assert result["config"] | config == result["config"] and result["environment"]["threads"] == 1
+    assert f"K = {result['config']['K']:g}, {result['config']['scaling']}" == CIFAR[name]
+    assert CIFAR[name] in (ROOT / "docs" / "img" / "cifar10.svg").read_text()
+    assert result["history"][-1]["train_loss"] < result["history"][0]["train_loss"] / 2
 
 
 @pytest.mark.parametrize("name", CIFAR)
