@@ -21,7 +21,7 @@ RATIOS = 0.02  # between the quartiles of two ratios of times
 FILES = {"data_path", "images", "weights"}  # whose names do not matter, since `data` and `sha256` say what is in them
 
 _RUNS = (
-    "On the same kind of machine, with as many threads, a run repeats bit by bit. On another one rounding grows during "
+    "on the same kind of machine, with as many threads, a run repeats bit by bit. On another one rounding grows during "
     f"training, so that two runs may differ as two seeds would: by {100 * SEEDS:g} percentage points, which is a "
     "choice and was not measured, and three standard errors of the difference of two accuracies, 3·√(2p(1 - p)/n) for "
     "n test images"
