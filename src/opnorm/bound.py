@@ -14,6 +14,7 @@ from opnorm.geometry import ConvGeometry
 from opnorm.operator import ConvOperator
 
 Guarantee = Literal["exact", "upper", "lower", "none"]
+_EXPONENT = {torch.float32: (torch.int32, 0xFF << 23), torch.float64: (torch.int64, 0x7FF << 52)}  # where its bits are
 _ACCEPTED = {
     "exact": ("exact",),
     "upper": ("exact", "upper"),
@@ -83,8 +84,9 @@ def working_weight(
     wide = weight.to(dtype or torch.promote_types(weight.dtype, torch.float32))
     size = wide.detach().abs()
     largest = size.amax(dim, keepdim=True) if dim else size.amax() if size.numel() else wide.new_zeros(())
-    exponent = torch.frexp(largest).exponent
-    scale = torch.ldexp(torch.ones_like(largest), exponent - 1)  # finite up to the largest number; ½ for a zero weight
+    whole, exponent = _EXPONENT[wide.dtype]
+    power = (largest.view(whole) & exponent).view(wide.dtype)  # the largest number without its mantissa
+    scale = power.clamp(min=torch.finfo(wide.dtype).tiny)  # of zero and of subnormal numbers it leaves nothing
     return wide / scale, scale
 
 
