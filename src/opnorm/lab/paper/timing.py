@@ -30,7 +30,7 @@ from opnorm.lab.train_parallel import fabric_for
 WHAT = "timing"
 RATE = 1e-4  # no run diverges, and power iteration stops where it started: the best that the paper's method can have
 PROFILES: dict[str, dict[str, Any]] = {
-    "small": {"cifar_batch": 128, "imagenet_batch": 16, "rounds": 15},
+    "small": {"cifar_batch": 128, "imagenet_batch": 16, "rounds": 60},
     "paper": {"cifar_batch": 128, "imagenet_batch": 128, "rounds": 100},
 }
 
@@ -53,7 +53,7 @@ class Timing(WithImages):
     imagenet_batch: int = 16
     """Images in a step of MobileNetV2."""
 
-    rounds: int = 15
+    rounds: int = 60
     """How many steps of each candidate are timed, after two that are not."""
 
     image_size: int = 224
