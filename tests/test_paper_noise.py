@@ -159,8 +159,9 @@ def test_a_run_may_diverge_at_the_largest_rate_alone(first: Any, again: Any, noi
 
 class TestCommand:
     @pytest.fixture
-    def argv(self, tmp_path: Path) -> list[str]:
-        """Two folders with the same results."""
+    def argv(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Two folders with the same results; lines of the table are not broken."""
+        monkeypatch.setenv("COLUMNS", "200")
         for folder in ("committed", "again"):
             (tmp_path / folder).mkdir()
             for name, make in MADE.items():
