@@ -2,9 +2,9 @@
 
 The small profile is what two cores train in one to two hours. The published width of 64 leaves no room in that: a
 step of it was measured to take 1.3 seconds of a core, so that one epoch of a single batch of CIFAR-10, and its test,
-would be all of a run. A network of an eighth of the width takes 14 seconds for an epoch with its test, while another
-run has the other core. Five epochs, which the milestones divide as they do the paper's 300, are 75 seconds, and 100
-runs, two at a time, a little over an hour on the machine of the committed result, and two on one that is half as fast.
+would be all of a run. A network of an eighth of the width takes 10 to 14 seconds for an epoch with its test, while
+another run has the other core. With five epochs, which the milestones divide as they do the paper's 300, the 100 runs
+of the committed result took 53 minutes, two at a time; they take two hours on a machine that is half as fast or busy.
 """
 
 from __future__ import annotations

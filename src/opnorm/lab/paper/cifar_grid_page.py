@@ -132,9 +132,8 @@ def figure(result: Result) -> Figure:
     for K, b in ((K, b) for K, b in best.items() if b.learned):
         place = (K, 100 * b.accuracy)
         beside.annotate(label_of(b.lr), place, (0, 6), textcoords="offset points", ha="center", fontsize=7)
-    beside.set(
-        xlabel="K", ylabel="best test accuracy in %", ylim=(0, 118)
-    )  # room for the legend, which would hide something below
+    # room for the legend above, since below it would hide something
+    beside.set(xlabel="K", ylabel="best test accuracy in %", ylim=(0, 118))
     beside.set_title("best of each K, with its learning rate", fontsize=10)
     beside.grid(alpha=0.3)
     beside.legend(loc="upper center", ncols=2)
